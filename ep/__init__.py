@@ -1,27 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism for JAX: dispatch, combine, and a MoE layer of them.
+"""Expert parallelism for JAX: mixture-of-experts layers spread over devices.
 
-    MoEConfig, MoE      a whole layer: router, exchange, experts, metrics
-    moe_layer           its experts alone, for a routing that is given
-    ep_bootstrap        makes the group of ranks of a mesh, an EpGroup
-    EpLayerConfig       the choices of a layer of a group
-    ep_prepare          exchanges the routing of a step; returns an EpHandle
-    ep_dispatch         sends tokens to their experts' ranks
-    ep_combine          sends the outputs back and sums them
-    grouped_matmul      multiplies each expert's rows by its matrix
-    route_topk          the choices and weights of a router's logits
-    record, replay      keep the routings of a run, and use them again
-    suggest_capacity    the rows that a layer needs, from a record
-    describe, checked   say what a step did, and what was wrong
-    trace, explain      say which rank the others wait for, and why
-    plan, Cluster       predict what a layer's exchanges cost on a cluster
-    place, Placement    find and say which rank holds which expert
+Each device of a mesh axis owns a part of the experts. `ep_dispatch` sends every
+token to the devices of its top-k experts, and `ep_combine` sends the expert
+outputs back and sums them. Both are differentiable, in any order. A backend
+moves the rows: "host" on CPUs, "nccl" on NVIDIA GPUs, and "xla" on any device.
 
-`ep.launch` starts processes and joins them; `python -m ep stuck` says why a job
-hangs; `ep.moe` has parameters, state and metrics of layers, `ep.presets`
-configurations of published models, `ep.quant` rows of one byte with scales,
-`ep.debug` a picture of a routing, `ep.lax` collectives that CPUs lack, and
-`ep.testing` tests for transports and layers.
+    mesh = jax.make_mesh((jax.device_count(),), ("ep",))
+    cfg = ep.MoEConfig(hidden=32, inner=64, num_experts=8, top_k=2)
+    layer = ep.MoE(cfg, mesh)
+    params = layer.init(jax.random.key(0))  # expert weights, split over "ep"
+    y, metrics = jax.jit(layer)(params, x)  # x: [batch, sequence, 32]
+
+A MoE layer:
+    MoEConfig, MoE     router, exchange, experts, losses and metrics
+    moe_layer          the experts and the exchange, without a router
+    moe                parameters, state and metrics of a layer
+    presets            the MoE layers of published models
+
+The same layer in steps:
+    ep_bootstrap       connects the ranks of a mesh; returns an EpGroup
+    EpLayerConfig      the sizes and policies of one layer of a group
+    route_topk         chooses experts and weights from router logits
+    ep_prepare         exchanges the routing of a step; returns an EpHandle
+    ep_dispatch        sends tokens to the ranks of their experts
+    grouped_matmul     multiplies the rows of each expert by its matrix
+    ep_combine         sends the outputs back and sums them per token
+    quant, lax         fp8 rows with scales; `ragged_all_to_all` on CPUs
+
+Running, measuring and debugging:
+    launch             starts the ranks of a program, and connects them
+    checked            traces programs with checks of their arguments
+    describe, debug    show the routing of a step: as a table, as a picture
+    record, replay     write the routing of each step to files, and reuse it
+    suggest_capacity   finds the receive capacity that a record needs
+    trace, explain     measure who waits for whom in a step, and why
+    plan, place        predict exchange costs on a Cluster; place the experts
+    testing            tests of a transport or a layer against the contract
+
+`python -m ep check` prints the usable backends, and `python -m ep stuck` the
+ranks for which a hanging job waits.
 """
 
 import importlib as _importlib
@@ -87,7 +105,7 @@ from ep._tools.trace.explain import explain as explain
 from ep._tools.trace.explain import Explanation as Explanation
 from ep._tools.trace.trace import trace as trace
 
-__version__ = "0.1.0"  # pyproject.toml reads it; MODULE.bazel has it, too
+__version__ = "0.1.0"  # also in MODULE.bazel; pyproject.toml reads it
 __all__ = list(_public.names(globals()) + ["testing"])
 
 
@@ -100,6 +118,6 @@ if _typing.TYPE_CHECKING:
 else:
 
   def __getattr__(name: str) -> _typing.Any:
-    if name == "testing":  # which imports ep
+    if name == "testing":  # ep.testing itself imports ep
       return _importlib.import_module("ep.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the commands of the package: python -m ep COMMAND."""
+"""Runs a command of the package: python -m ep COMMAND."""
 
 import argparse
 import contextlib
 import importlib
 import sys
 
-# The module of each command, whose `main` takes the arguments after the name.
+# Each module has a function `main`, which takes the arguments of the command.
 _COMMANDS = {
-  "check": ("ep._tools.check", "print versions, and backends that can run"),
-  "explain": (
-    "ep._tools.trace.command",
-    "say why the steps of a trace are slow",
-  ),
+  "check": ("ep._tools.check", "print versions and usable backends"),
+  "explain": ("ep._tools.trace.explain", "say why a trace's steps are slow"),
   "launch": ("ep.launch._command", "start the ranks of a program"),
   "plan": ("ep._tools.planning.command", "predict the cost of exchanges"),
-  "stuck": ("ep._tools.stuck", "say which ranks wait, and for whom"),
+  "stuck": ("ep._tools.stuck", "say which ranks of a job wait for which"),
 }
 
 
 def main(args: list[str]) -> int | str | None:
-  """Runs the command that the first argument names; returns its exit code."""
+  """Runs the command `args[0]`; returns its exit code, or an error text."""
   parser = argparse.ArgumentParser(
     prog="python -m ep",
     formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -34,8 +31,9 @@ def main(args: list[str]) -> int | str | None:
 
 if __name__ == "__main__":
   _code: int | str | None = 0
-  with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
+  with contextlib.suppress(BrokenPipeError):  # `| head` has ended
     _code = main(sys.argv[1:])
   with contextlib.suppress(AttributeError, OSError):
-    sys.stdout.close()  # Python's own flush could change the exit code
+    # Python's flush at exit could fail, and change the exit code.
+    sys.stdout.close()
   sys.exit(_code)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the routing of a step, before any exchange."""
+"""Draws the routing of a step; needs no devices and no exchange."""
 
 from ep._src.base import public as _public
 from ep._tools.debug import plot_routing as plot_routing

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of `jax.lax`, on CPUs that have none.
+"""`ragged_all_to_all` on CPUs, where `jax.lax.ragged_all_to_all` cannot run.
 
-They need no group. `install` lets JAX's own run on CPUs, for code that cannot
-be changed.
+It needs no group. `install` makes `jax.lax.ragged_all_to_all` itself run on
+CPUs, for code that one cannot change.
 """
 
 from ep._src.base import public as _public

@@ -2,11 +2,11 @@
 """The MoE layers of published models, as configurations.
 
     cfg = ep.presets.MIXTRAL_8X7B
-    small = ep.presets.scaled(cfg, 16)  # a 16th of the widths, for a laptop
+    small = ep.presets.scaled(cfg, 16)  # 1/16 of the widths, for a laptop
 
-A preset holds what the layer computes: its sizes, its router and its experts.
-Attention, norms and the number of layers belong to the model around it. The
-comment at each preset says where its numbers come from.
+A preset has the sizes, the router and the experts of one layer. Attention,
+norms and the number of layers belong to the model around it. A comment above
+each preset names the sources of its numbers.
 """
 
 import dataclasses
@@ -17,42 +17,24 @@ import jax.numpy as jnp
 
 from ep._src.moe.config import MoEConfig
 
-__all__ = [
-  "BY_NAME",
-  "DEEPSEEK_V3",
-  "DEEPSEEK_V4_FLASH",
-  "DEEPSEEK_V4_PRO",
-  "GLM_4_5",
-  "GPT_OSS_120B",
-  "KIMI_K2",
-  "LLAMA_4_MAVERICK",
-  "LLAMA_4_SCOUT",
-  "MIXTRAL_8X7B",
-  "OLMOE_1B_7B",
-  "QWEN3_30B_A3B",
-  "scaled",
-]
-
-# The configuration: config.json of mistralai/Mixtral-8x7B-Instruct-v0.1 on
-# Hugging Face, revision eba92302. The softmax over the chosen logits, which is
-# what normalizing the scores means, and SwiGLU: Jiang et al., "Mixtral of
-# Experts", arXiv 2401.04088, section 2.1, and modeling_mixtral.py of
-# transformers.
+# Sizes: config.json of mistralai/Mixtral-8x7B-Instruct-v0.1 on Hugging Face,
+# revision eba92302. Router (a softmax over the chosen logits, which equals
+# normalized scores) and SwiGLU: Jiang et al., "Mixtral of Experts", arXiv
+# 2401.04088, section 2.1, and modeling_mixtral.py of transformers.
 MIXTRAL_8X7B = MoEConfig(hidden=4096, inner=14336, num_experts=8, top_k=2)
 
-# The configuration: its own config.json could not be read. The sizes are the
-# defaults of Qwen3MoeConfig in transformers, whose example is
-# Qwen3-30B-A3B-Base. The sizes, and norm_topk_prob = true, are also in
-# qwen3_30b_a3b.yaml of Ascend/MindSpeed-RL. It has no shared experts:
-# modeling_qwen3_moe.py has none.
+# Sizes: the defaults of Qwen3MoeConfig in transformers, whose example is
+# Qwen3-30B-A3B-Base, since we could not read the model's config.json. Sizes and
+# norm_topk_prob = true are also in qwen3_30b_a3b.yaml of Ascend/MindSpeed-RL.
+# No shared experts: modeling_qwen3_moe.py has none.
 QWEN3_30B_A3B = MoEConfig(hidden=2048, inner=768, num_experts=128, top_k=8)
 
-# The configuration: inference/configs/config_671B.json of
-# github.com/deepseek-ai/DeepSeek-V3, at 9b4e978. The router (groups by the sum
-# of their best two, weights without the bias of the choice) and the shared
-# expert: inference/model.py there, and DeepSeek-AI, "DeepSeek-V3 Technical
-# Report", arXiv 2412.19437, section 2.1.2. The bias of the choice is in the
-# `ep.moe.State`, since gradients do not train it.
+# Sizes: inference/configs/config_671B.json of
+# github.com/deepseek-ai/DeepSeek-V3, at 9b4e978. Router (it ranks groups by the
+# sum of their best two scores, and weights are scores without the selection
+# bias) and shared expert: inference/model.py there, and DeepSeek-AI,
+# "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.1.2. The selection
+# bias is in the `ep.moe.State`, since gradients do not train it.
 DEEPSEEK_V3 = MoEConfig(
   hidden=7168,
   inner=2048,
@@ -65,10 +47,10 @@ DEEPSEEK_V3 = MoEConfig(
   top_groups=4,
 )
 
-# The sizes: README.md of github.com/MoonshotAI/Kimi-K2, at 11062d1. The router,
-# which is DeepSeek-V3's without groups: kimi-k2-1t.yml of
-# github.com/AI-Hypercomputer/maxtext, at 7c7f628, which gives config.json of
-# moonshotai/Kimi-K2-Instruct on Hugging Face; that could not be read itself.
+# Sizes: README.md of github.com/MoonshotAI/Kimi-K2, at 11062d1. Router
+# (DeepSeek-V3's without groups): kimi-k2-1t.yml of
+# github.com/AI-Hypercomputer/maxtext, at 7c7f628. It quotes config.json of
+# moonshotai/Kimi-K2-Instruct on Hugging Face, which we could not read.
 KIMI_K2 = MoEConfig(
   hidden=7168,
   inner=2048,
@@ -79,10 +61,10 @@ KIMI_K2 = MoEConfig(
   scale=2.827,
 )
 
-# The sizes: GLM-4.5 Team, "GLM-4.5", arXiv 2508.06471, table 1. The router,
-# which is DeepSeek-V3's without groups: modeling_glm4_moe.py of transformers.
-# Its scale: glm4.5-355B-A32B.sh of github.com/THUDM/slime, since its own
-# config.json could not be read.
+# Sizes: GLM-4.5 Team, "GLM-4.5", arXiv 2508.06471, table 1. Router
+# (DeepSeek-V3's without groups): modeling_glm4_moe.py of transformers. Scale:
+# glm4.5-355B-A32B.sh of github.com/THUDM/slime, since we could not read the
+# model's config.json.
 GLM_4_5 = MoEConfig(
   hidden=5120,
   inner=1536,
@@ -102,14 +84,13 @@ def _clipped_to_10(x: jax.Array) -> jax.Array:
   return jnp.clip(x, -10.0, 10.0)
 
 
-# The configuration: configuration_deepseek_v4.py of transformers, whose
-# defaults describe DeepSeek-V4-Flash, and deepseek4-284b.yml of MaxText, at
-# 00a1eaa. The router and the experts: inference/model.py of
-# deepseek-ai/DeepSeek-V4-Flash on Hugging Face, revision 60d8d707, which was
-# read in a repository that derives from it. It clamps the shared expert, too;
-# the revision before it and transformers do not. The first three layers of the
-# model take a token's experts from a table of token ids: pass these as
-# `forced_idx`.
+# Sizes: configuration_deepseek_v4.py of transformers, whose defaults describe
+# DeepSeek-V4-Flash, and deepseek4-284b.yml of MaxText, at 00a1eaa. Router and
+# experts: inference/model.py of deepseek-ai/DeepSeek-V4-Flash on Hugging Face,
+# revision 60d8d707, which we read in a derived repository. This revision also
+# clamps the shared expert; the revision before it and transformers do not. The
+# first three layers of the model look up a token's experts by its token id:
+# pass them as `forced_idx`.
 DEEPSEEK_V4_FLASH = MoEConfig(
   hidden=4096,
   inner=2048,
@@ -122,7 +103,7 @@ DEEPSEEK_V4_FLASH = MoEConfig(
   scale=1.5,
 )
 
-# The same layer with other sizes: deepseek4-1600b.yml of MaxText, at bac1cfa.
+# The same layer in other sizes: deepseek4-1600b.yml of MaxText, at bac1cfa.
 DEEPSEEK_V4_PRO = dataclasses.replace(
   DEEPSEEK_V4_FLASH,
   hidden=7168,
@@ -132,13 +113,12 @@ DEEPSEEK_V4_PRO = dataclasses.replace(
   scale=2.5,
 )
 
-# The sizes: llama4-17b-16e.yml and llama4-17b-128e.yml of MaxText, at 5505348,
-# and for Scout the defaults of Llama4TextConfig in transformers. The router,
-# whose sigmoid multiplies what the expert gets, and the shared expert, which
-# gets tokens as they are: models/llama4/moe.py of
-# github.com/meta-llama/llama-models, at 2b2e5b2. A single weight that was
-# normalized would train no router. Every layer of Scout has experts, and every
-# second one of Maverick.
+# Sizes: llama4-17b-16e.yml and llama4-17b-128e.yml of MaxText, at 5505348, and
+# for Scout the defaults of Llama4TextConfig in transformers. Router (a sigmoid
+# score multiplies the input of the expert) and shared expert (its input is the
+# token itself): models/llama4/moe.py of github.com/meta-llama/llama-models, at
+# 2b2e5b2. With top_k = 1 a normalized weight is always 1 and trains no router.
+# Every layer of Scout has experts, and every second layer of Maverick.
 LLAMA_4_SCOUT = MoEConfig(
   hidden=5120,
   inner=8192,
@@ -161,10 +141,9 @@ def _clamped_plus_one(x: jax.Array) -> jax.Array:
   return jnp.clip(x, -7.0, 7.0) + 1.0
 
 
-# The configuration, the clamped SwiGLU, the biases and the softmax over the
-# chosen logits: gpt_oss/torch/model.py of github.com/openai/gpt-oss, at
-# 0568dfc, whose defaults describe the 120b model (ModelConfig, swiglu,
-# MLPBlock).
+# Sizes, clamped SwiGLU, biases, and softmax over the chosen logits:
+# gpt_oss/torch/model.py of github.com/openai/gpt-oss, at 0568dfc, whose
+# defaults describe the 120b model (ModelConfig, swiglu, MLPBlock).
 GPT_OSS_120B = MoEConfig(
   hidden=2880,
   inner=2880,
@@ -176,40 +155,28 @@ GPT_OSS_120B = MoEConfig(
   router_bias=True,
 )
 
-# The configuration: config.json of allenai/OLMoE-1B-7B-0924 on Hugging Face,
-# revision c1b31da0. SwiGLU, and softmax over all logits without normalization:
+# Sizes: config.json of allenai/OLMoE-1B-7B-0924 on Hugging Face, revision
+# c1b31da0. SwiGLU, and softmax over all logits without normalization:
 # Muennighoff et al., "OLMoE", arXiv 2409.02060, and modeling_olmoe.py of
 # transformers.
 OLMOE_1B_7B = MoEConfig(
   hidden=2048, inner=1024, num_experts=64, top_k=8, normalize=False
 )
 
-BY_NAME = types.MappingProxyType(
-  {
-    "mixtral_8x7b": MIXTRAL_8X7B,
-    "qwen3_30b_a3b": QWEN3_30B_A3B,
-    "deepseek_v3": DEEPSEEK_V3,
-    "gpt_oss_120b": GPT_OSS_120B,
-    "olmoe_1b_7b": OLMOE_1B_7B,
-    "kimi_k2": KIMI_K2,
-    "glm_4_5": GLM_4_5,
-    "deepseek_v4_flash": DEEPSEEK_V4_FLASH,
-    "deepseek_v4_pro": DEEPSEEK_V4_PRO,
-    "llama_4_scout": LLAMA_4_SCOUT,
-    "llama_4_maverick": LLAMA_4_MAVERICK,
-  }
-)
+_PRESETS = {k: v for k, v in globals().items() if isinstance(v, MoEConfig)}
+BY_NAME = types.MappingProxyType({k.lower(): v for k, v in _PRESETS.items()})
+__all__ = list(_PRESETS) + ["BY_NAME", "scaled"]
 
 
 def scaled(cfg: MoEConfig, divisor: int) -> MoEConfig:
-  """Returns a configuration with a part of the widths, and the same router.
+  """Divides the widths of a layer, and keeps its router.
 
   Args:
     cfg: any configuration.
-    divisor: `hidden`, `inner` and `shared_inner` are divided by it.
+    divisor: divides `hidden`, `inner` and `shared_inner`.
 
   Raises:
-    ValueError: it does not divide one of them.
+    ValueError: the divisor does not divide one of them.
   """
   widths = {
     name: getattr(cfg, name) for name in ("hidden", "inner", "shared_inner")

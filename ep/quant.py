@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds rows to one byte an element, with a scale per block, and back."""
+"""Quantizes rows to fp8 or int8 with block scales, and dequantizes them."""
 
 from ep._src.base import public as _public
 from ep._src.base.quantizers import dequantize as dequantize

@@ -1,35 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C++ libraries and tests with our options."""
+"""C++ rules with the options of this module."""
 
+load("@rules_cc//cc:cc_binary.bzl", "cc_binary")
 load("@rules_cc//cc:cc_library.bzl", "cc_library")
 load("@rules_cc//cc:cc_test.bzl", "cc_test")
 load(":copts.bzl", "EP_COPTS", "EP_TEST_COPTS")
 
-def ep_cc_library(name, copts = EP_COPTS, **kwargs):
+def ep_cc_library(name, srcs = None, hdrs = None, copts = EP_COPTS, **kwargs):
     """Declares a cc_library.
 
     Args:
       name: The name of the library.
+      srcs: The sources. Without srcs and hdrs, the library is <name>.cc and
+        <name>.h, of which one may be absent.
+      hdrs: The headers.
       copts: The options of the compiler.
       **kwargs: passed on to cc_library.
     """
+    if not srcs and not hdrs:
+        srcs = native.glob([name + ".cc"], allow_empty = True)
+        hdrs = native.glob([name + ".h"], allow_empty = True)
     cc_library(
         name = name,
+        srcs = srcs,
+        hdrs = hdrs,
         copts = copts,
         linkstatic = True,  # EP_COPTS hide its symbols from other libraries
         **kwargs
     )
 
-def cc_tests(srcs, deps, size = "small"):
+def cc_tests(deps, srcs = None, size = "small"):
     """Declares a cc_test of the same name for each file.
 
     Args:
-      srcs: The files, each foo_test.cc.
-      deps: The libraries that they test. GoogleTest, its main() and
-        expect.h are added.
+      deps: The libraries under test. The macro adds GoogleTest, its main()
+        and expect.h.
+      srcs: The files, each foo_test.cc; all such files of the folder if None.
       size: The size of each test, as Bazel defines it.
     """
-    for src in srcs:
+    for src in srcs or native.glob(["*_test.cc"]):
         cc_test(
             name = src.removesuffix(".cc"),
             size = size,
@@ -41,3 +50,39 @@ def cc_tests(srcs, deps, size = "small"):
                 "@ep_googletest//:gtest_main",
             ],
         )
+
+def ep_sources():
+    """Declares the filegroup of the files that //:sdist packs."""
+    native.filegroup(
+        name = "sources",
+        srcs = native.glob(
+            ["*.cc", "*.h"],
+            exclude = ["*_test.cc"],
+        ),
+        visibility = ["//ep_ffi:__subpackages__"],
+    )
+
+def ep_shared_library(name, deps):
+    """Declares a shared library of the FFI handlers and a backend.
+
+    It serves every Python version, since Python loads it with ctypes and the
+    library does not link to Python, and every system with glibc 2.28 or newer.
+
+    Args:
+      name: The name of the file, libep_ffi_<platform>.so.
+      deps: The platform's handlers and backends.
+    """
+    cc_binary(
+        name = name,
+        srcs = ["//ep_ffi:older_runtimes.cc"],
+        additional_linker_inputs = ["//ep_ffi:exports.lds"],
+        copts = EP_COPTS,
+        linkopts = [
+            "-Wl,--version-script=$(location //ep_ffi:exports.lds)",
+            "-Wl,--no-undefined",
+            "-pthread",
+        ],
+        linkshared = True,
+        visibility = ["//visibility:public"],
+        deps = deps,
+    )

@@ -1,34 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the native code is compiled, wherever it is built from."""
+"""Compiler options of the native code."""
 
 EP_COPTS = [
     "-std=c++17",
     "-fvisibility=hidden",
     "-fvisibility-inlines-hidden",
-    # A module that uses this one may compile all its code with -ffast-math.
+    # A module that depends on this one may set -ffast-math.
     "-fno-fast-math",
-    # A fused multiply-add rounds once where the contract rounds twice, and
-    # whether a compiler fuses depends on the target. This must come after
-    # -fno-fast-math, with which Clang may go back to its own default.
+    # A fused multiply-add rounds once where the contract rounds twice. This
+    # option must come after -fno-fast-math, which may reset it in Clang.
     "-ffp-contract=off",
     "-Wall",
     "-Wextra",
-    # A module that uses this one may have -Werror; that of our .bazelrc comes
-    # later and counts.
+    # A module that depends on this one may set -Werror. Our .bazelrc sets it
+    # after this option.
     "-Wno-error",
 ] + select({
     Label("@rules_cc//cc/compiler:clang"): [
-        # Clang takes XLA's headers for ours, since Bazel passes the root of
-        # their repository with -iquote as well.
+        # Bazel passes the root of XLA's repository with -iquote as well, so
+        # Clang would not take its headers for system headers.
         "--system-header-prefix=xla/",
-        # NCCL's macros initialize some fields and leave out the others.
+        # NCCL's macros initialize only some fields.
         "-Wno-missing-field-initializers",
     ],
     "//conditions:default": [],
 }) + select({
-    # Bazel's default mode is for quick compilation, but without optimization
-    # the engine is twenty times slower. Of the other modes, -c opt optimizes by
-    # itself and -c dbg should not.
+    # Bazel's default mode does not optimize, and the engine would be twenty
+    # times slower. -c opt optimizes already, and -c dbg should not optimize.
     Label("//ep_ffi:fastbuild"): [
         "-O2",
         "-DNDEBUG",

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Definitions that let a library which is compiled with a newer GCC and glibc
-// run with glibc 2.28 and the libstdc++ of GCC 8. This is what the tag
-// manylinux_2_28 of our wheels promises, and //release:manylinux_test checks.
+// Lets a library that a newer GCC and glibc compiled run with glibc 2.28 and
+// the libstdc++ of GCC 8, as the tag manylinux_2_28 of our wheels promises.
+// //release:manylinux_test checks it.
 //
-// Newer headers refer to functions that older runtimes do not export. A library
-// does not ask the system for what it defines itself, and exports.lds keeps
-// these definitions local to it.
+// Newer headers use functions that older runtimes do not export. This file
+// defines these functions, and exports.lds keeps the definitions local.
 
 #include <cxxabi.h>
 #include <pthread.h>
@@ -19,8 +18,8 @@
 #include <sstream>
 
 #ifdef __GLIBC__
-// glibc 2.32 has this variable. libstdc++ counts references with atomic
-// operations unless it is true.
+// In glibc 2.32. If it is true, libstdc++ counts references without atomic
+// operations.
 extern "C" char __libc_single_threaded;
 char __libc_single_threaded = 0;
 #endif
@@ -28,17 +27,16 @@ char __libc_single_threaded = 0;
 #ifdef _GLIBCXX_RELEASE
 namespace std {
 
-// GLIBCXX_3.4.29 has this function, which allocators call.
+// In GLIBCXX_3.4.29. Allocators call it.
 void __throw_bad_array_new_length() { throw bad_array_new_length(); }
 
 #if _GLIBCXX_RELEASE >= 9
-// GLIBCXX_3.4.26 has this constructor, and <sstream> does not instantiate it.
+// In GLIBCXX_3.4.26. <sstream> does not instantiate it.
 template basic_stringstream<char>::basic_stringstream();
 #endif
 
 #if _GLIBCXX_RELEASE >= 12
-// GLIBCXX_3.4.30 has a version of this function in which a thread may be
-// cancelled, as it may in this one.
+// In GLIBCXX_3.4.30 with support for cancelling the thread, as here.
 void condition_variable::wait(unique_lock<mutex>& lock) {
   if (pthread_cond_wait(native_handle(), lock.mutex()->native_handle()) != 0) {
     terminate();
@@ -47,8 +45,8 @@ void condition_variable::wait(unique_lock<mutex>& lock) {
 #endif
 
 #if _GLIBCXX_RELEASE >= 13
-// GLIBCXX_3.4.32 initializes the standard streams, and <iostream> refers to
-// this function for its sake. Older versions need an object of type Init.
+// In GLIBCXX_3.4.32, where it initializes the standard streams. <iostream> uses
+// it. Older versions need an Init object.
 void ios_base_library_init() {}
 static ios_base::Init streams;
 #endif
@@ -56,8 +54,7 @@ static ios_base::Init streams;
 }  // namespace std
 
 #if _GLIBCXX_RELEASE >= 14
-// CXXABI_1.3.15 has this function. Code that must not throw calls it when it
-// does.
+// In CXXABI_1.3.15. A noexcept function calls it if it throws.
 extern "C" [[noreturn]] void __cxa_call_terminate(void* exception) noexcept {
   if (exception) abi::__cxa_begin_catch(exception);
   std::terminate();

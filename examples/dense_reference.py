@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same model in one process, with every expert applied to every token.
+"""The model of ep_moe.py in one process, with every expert for every token.
 
-The results of `ep_moe.py` are checked against this file, so it shares no code
-with that program. It computes in float64, so that its own rounding is no
-deviation.
+`ep_moe.py` checks its results against this file, so the two share no code. It
+computes in float64, so that its own rounding does not count.
 """
 
 import functools
@@ -14,7 +13,7 @@ import numpy as np
 
 
 def loss_output_and_grads(params, inputs, targets, top_k: int):
-  """Returns what `step` of `ep_moe.py` returns, on whole arrays."""
+  """Computes the results of `step` in `ep_moe.py`, on whole arrays."""
   loss_fn = functools.partial(_loss, top_k=top_k)
   with jax.enable_x64(True):
     params = {name: x.astype(np.float64) for name, x in params.items()}

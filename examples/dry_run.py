@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step for 64 devices, planned and tested without one of them.
+"""Plans a training step for 64 devices, and tests it on a laptop.
 
     python examples/dry_run.py
 
-First it plans the step of a published layer on an abstract mesh of 64 devices:
-the shapes, the bytes of a device, and the program for a TPU. Then it runs the
-same step, of the layer scaled down, on 8 virtual devices of the CPU. It
-compares the results with a dense model, those of the exchange with the numeric
-contract, bit for bit, the collectives with those that are meant, and the bytes
-that a device holds with its shards.
+First the program plans the step of a published layer on an abstract mesh of 64
+devices: shapes, bytes of a device, and the program for a TPU. Then it runs the
+same step, with smaller widths, on 8 virtual CPU devices. It checks
+
+* the results against a dense model;
+* the bits of an exchange against the numeric contract;
+* the collectives of the program against the intended ones;
+* the bytes of a device against its shards.
 """
 
 import dataclasses
@@ -30,15 +32,15 @@ TOKENS = P(("dp", "fsdp", "ep"))
 MODEL = dataclasses.replace(
   ep.presets.QWEN3_30B_A3B,
   capacity_factor=1.25,
-  overflow="chunk",  # no token is lost, so that a dense model is comparable
+  overflow="chunk",  # drops no token, as in the dense model
   fsdp_axis="fsdp",
   tp_axis="tp",
 )
-# Primitives that are written in the step or in the layer: fsdp gathers matrices
-# and scatters their gradients, and the loss and other gradients are summed.
-# A collective that XLA adds, because shardings do not fit, has no such name.
+# The primitives of intended collectives: FSDP gathers matrices and scatters
+# their gradients; the step sums the loss and other gradients. Collectives that
+# XLA adds, because shardings do not fit, have other names.
 MEANT = ("all_gather", "reduce_scatter", "psum_invariant", "reduce_sum")
-# A value may deviate by this share of its array's largest value.
+# The largest allowed deviation, relative to an array's largest value.
 BOUND = 2e-5
 
 
@@ -87,7 +89,7 @@ def bytes_of_device(types) -> int:
 
 
 def plan() -> None:
-  """Prints what the step will be on 64 devices. No device takes part."""
+  """Prints shapes and bytes of the step on 64 devices, without any device."""
   mesh = AbstractMesh(CLUSTER, AXES, axis_types=(AxisType.Auto,) * len(AXES))
   state, batch = inputs(mesh, MODEL, (64, 4096), jnp.bfloat16)
   tokens = math.prod(batch[0].sharding.shard_shape(batch[0].shape)[:-1])
@@ -116,7 +118,7 @@ def plan() -> None:
 
 
 def compile_step(mesh, cfg, types, backend=None):
-  """Returns the step for arrays of these types, which keeps its group open."""
+  """Compiles the step for arrays of these types. Its group stays open."""
   shardings = jax.tree.map(lambda x: x.sharding, types)
   layer = ep.MoE(cfg, mesh, backend=backend)
   step = jax.jit(make_step(layer), out_shardings=(shardings[0], None))
@@ -132,7 +134,7 @@ def rehearse() -> None:
   values = initial_values(cfg, types[1][0].shape)
   args = jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), values, types)
   wanted = jax.jit(dense_step, static_argnums=0)(cfg, *values)
-  for backend in ("host", "xla"):  # TPUs and the plan above have the second
+  for backend in ("host", "xla"):  # `plan` lowers the step for "xla"
     check_bits(mesh, cfg, backend)
     print(f"  {backend}: an exchange has the bits of the contract")
     compiled = compile_step(mesh, cfg, types, backend)
@@ -144,7 +146,7 @@ def rehearse() -> None:
       f"  {backend}: loss and state are the dense model's, within {BOUND:g}"
     )
     ep.assert_no_hidden_collectives(compiled, allow=MEANT)
-    print(f"  {backend}: no collective but those that are meant")
+    print(f"  {backend}: only the intended collectives")
     memory, held = compiled.memory_analysis(), bytes_of_device(types)
     assert memory.argument_size_in_bytes == held, memory
     print(f"  {backend}: a device holds its shards, {held} bytes, and no more")
@@ -155,10 +157,10 @@ def rehearse() -> None:
 
 
 def check_bits(mesh, cfg, backend) -> None:
-  """Raises unless an exchange returns the bits of its contract.
+  """Checks the bits of an exchange against the numeric contract.
 
-  XLA may round what it computes differently in each program, so this exchange
-  has no experts.
+  The exchange has no experts, whose results XLA may round differently in each
+  program.
   """
   rng = np.random.default_rng(0)
   x = rng.standard_normal((8 * 16, cfg.hidden), np.float32)
@@ -173,7 +175,7 @@ def check_bits(mesh, cfg, backend) -> None:
       rows, row_weights = ep.ep_dispatch(handle, x, topk_weights)
       return ep.ep_combine(handle, rows, weights=row_weights), topk_weights
 
-    # Each tp rank has a copy, and its domain must end before the group does.
+    # All tp copies of the exchange must end before the group is closed.
     results = jax.block_until_ready(exchange(x, logits))
   y, weights = jax.device_get(results)
   wanted = np.zeros_like(x)
@@ -183,7 +185,7 @@ def check_bits(mesh, cfg, backend) -> None:
 
 
 def initial_values(cfg, shape):
-  """Returns a state and a batch, whole."""
+  """Returns a state and a batch as whole arrays."""
   params = ep.moe.init(jax.random.key(0), cfg)
   x, target = jax.random.normal(jax.random.key(1), (2, *shape))
   momentum = jax.tree.map(jnp.zeros_like, params)
@@ -191,7 +193,7 @@ def initial_values(cfg, shape):
 
 
 def dense_step(cfg, state, batch):
-  """Computes the step with every expert for every token, without ep."""
+  """Computes the step without ep, with every expert for every token."""
 
   def loss_fn(params, x, target):
     logits = jnp.matmul(x, params["router"], precision="highest")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism end to end: a MoE model's forward and backward pass.
+"""Runs a MoE model's forward and backward pass, and checks the results.
 
     bazel run //examples:ep_moe -- --num_experts=32 --top_k=4
 
-starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
-launcher that has started them. The model has one layer, and predicts each next
-byte of a text from one byte. The ranks embed the bytes, route, dispatch, run
-their experts, combine, and compute the gradients of the loss. Then they print
-how many tokens each rank sent and received, how long that took, and whether all
-results equal those of a dense model.
+starts the ranks of a (dp, ep) mesh as processes on this host, or joins the
+ranks of a launcher. The model has one layer, and predicts each next byte of a
+text from one byte. The ranks embed the bytes, route, dispatch, run their
+experts, combine, and compute the gradients of the loss. Rank 0 prints the
+number of tokens that each rank sent and received, the times of the exchanges,
+and the deviations from a dense model.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,14 @@ import text
 
 _HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
 _TOKENS_PER_RANK = flags.DEFINE_integer(
-  "tokens_per_rank", 512, "bytes of text that each rank works on", 1
+  "tokens_per_rank", 512, "bytes of text on each rank", 1
 )
 _DTYPE = flags.DEFINE_enum(
-  "dtype", "float32", ["float32", "bfloat16", "float16"], "of the parameters"
+  "dtype",
+  "float32",
+  ["float32", "bfloat16", "float16"],
+  "dtype of the parameters",
 )
-_ITERS = flags.DEFINE_integer("iters", 10, "runs of each op to be timed", 1)
 _CHECK = flags.DEFINE_bool("check", True, "compare with a dense reference")
 
 TOKENS = PartitionSpec(ranks.AXES)
@@ -52,7 +54,7 @@ SHARDING = {
   "unembed": REPLICATED,
 }
 
-# A value may deviate by at most this share of its array's largest value.
+# The largest allowed deviation, relative to an array's largest value.
 BOUNDS = {"float32": 2e-5, "bfloat16": 1e-1, "float16": 1e-2}
 
 flags.adopt_module_key_flags(ranks)
@@ -65,14 +67,14 @@ def main(argv) -> int:
   logging.set_verbosity(logging.WARNING)
   if launch.inside_launcher():
     return run_ranks()
-  read_text()  # here an error is reported once, not by every rank
+  read_text()  # reports an error once, not on every rank
   return ranks.launch_ranks(__file__)
 
 
 def run_ranks() -> int:
   """Runs the ranks of this process; returns the exit code. Rank 0 reports."""
   ranks.initialize(threads=ranks.num_ranks())
-  # GPUs would multiply float32 as TF32, which would hide deviations.
+  # By default, GPUs multiply float32 as TF32, which would hide deviations.
   jax.config.update("jax_default_matmul_precision", "highest")
   tokens = read_text()
   inputs, targets = tokens[:-1], tokens[1:]
@@ -94,7 +96,7 @@ def run_ranks() -> int:
 
 
 def run_step(params, inputs, targets):
-  """Returns the results of a training step, by name, and its ranks' traffic."""
+  """Returns the results of a training step by name, and the ranks' traffic."""
   mesh = ranks.make_mesh()
   params = {
     name: shard(param, mesh, SHARDING[name]) for name, param in params.items()
@@ -132,8 +134,7 @@ def init_params(
   params = {}
   for name, shape in shapes.items():
     scale = 1.0 if name == "embed" else shape[-2] ** -0.5
-    # The router stays in float32, as is usual, so that rounding cannot change
-    # a choice.
+    # A router in float32 chooses the same experts for every dtype.
     params[name] = (scale * rng.standard_normal(shape)).astype(
       np.float32 if name == "router" else dtype
     )
@@ -142,8 +143,8 @@ def init_params(
 
 def embed_and_route(params, layer: ep.EpLayerConfig, inputs):
   """Maps a rank's `[T]` bytes to `[T, H]` tokens and `[T, K]` choices."""
-  # The lookup is in float32, because its gradient sums over all tokens of the
-  # same byte.
+  # The lookup is in float32, because its gradient is a sum over all tokens of
+  # the same byte.
   tokens = params["embed"].astype(jnp.float32)[inputs]
   logits = tokens @ params["router"]
   tokens = tokens.astype(params["embed"].dtype)
@@ -181,7 +182,7 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
       params, layer, inputs, targets
     )
     grads = {
-      # An expert's gradient has the tokens of its own EP domain already.
+      # An expert's gradient is already summed over the EP domain.
       name: ep.ordered_psum(
         grad, "dp" if SHARDING[name] == EXPERTS else ranks.AXES
       )
@@ -195,13 +196,13 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
       mesh=mesh,
       in_specs=(SHARDING, TOKENS, TOKENS),
       out_specs=(REPLICATED, TOKENS, SHARDING),
-      check_vma=False,  # so each rank has the gradient of its own tokens
+      check_vma=False,  # each rank computes the gradient of its own tokens
     )
   )
 
 
 def read_text() -> np.ndarray:
-  """Returns one byte more than all ranks' tokens: each predicts the next."""
+  """Returns the tokens of all ranks, and the byte after them."""
   count = ranks.num_ranks() * _TOKENS_PER_RANK.value + 1
   try:
     return text.read(ranks.text_path(), count, count)
@@ -210,7 +211,7 @@ def read_text() -> np.ndarray:
 
 
 def shard(array: np.ndarray, mesh, spec: PartitionSpec) -> jax.Array:
-  """Makes a global array; each process has it whole and places its part."""
+  """Makes a global array from an array that every process has whole."""
   return jax.make_array_from_process_local_data(
     NamedSharding(mesh, spec), array, array.shape
   )
@@ -225,7 +226,7 @@ def fetch(mesh, tree):
 
 
 def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
-  """Returns each rank's traffic and times of dispatch and combine: `[R]`."""
+  """Returns the traffic and the times of dispatch and combine, each `[R]`."""
   tokens, topk_idx, topk_weights = jax.jit(
     lambda params, inputs: embed_and_route(params, layer, inputs)
   )(params, inputs)
@@ -254,9 +255,9 @@ def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
 
 
 def median_time(fn, *args) -> float:
-  """Returns the median of the seconds that `fn` takes once compiled."""
+  """Returns the median time of 10 runs in seconds, after one to compile."""
   times = []
-  for _ in range(_ITERS.value + 1):
+  for _ in range(11):
     start = time.perf_counter()
     jax.block_until_ready(fn(*args))
     times.append(time.perf_counter() - start)
@@ -283,10 +284,6 @@ def relative_deviations(actual, expected) -> dict[str, float]:
   return {name: deviation(actual[name], expected[name]) for name in expected}
 
 
-def digest(array: np.ndarray) -> str:
-  return hashlib.sha256(array.tobytes()).hexdigest()[:16]
-
-
 def print_traffic(traffic: dict[str, np.ndarray]) -> None:
   dp, size = ranks.DP.value, ranks.EP.value
   print(
@@ -308,28 +305,27 @@ def print_traffic(traffic: dict[str, np.ndarray]) -> None:
 def print_results(
   results: dict[str, np.ndarray], deviations: dict[str, float] | None = None
 ) -> None:
-  print("digests: equal in every world, but not on every kind of processor\n")
+  print(
+    "digests: equal for every number of processes and ranks, but not on every"
+    " kind of processor\n"
+  )
   print(f"{'':16} {'digest':16}" + ("  deviation" if deviations else ""))
   for name, array in results.items():
     end = f"  {deviations[name]:9.1e}" if deviations else ""
-    shown = f"{array:<16.6f}" if name == "loss" else digest(array)
+    digest = hashlib.sha256(array.tobytes()).hexdigest()[:16]
+    shown = f"{array:<16.6f}" if name == "loss" else digest
     print(f"{name:16} {shown}{end}")
 
 
 def verdict(deviations: dict[str, float], bound: float) -> int:
   """Returns 0 if every deviation is within the bound (NaN is not), else 1."""
   failed = [name for name, d in deviations.items() if not d <= bound]
-  if failed:
-    print(
-      f"\nFAILED: {', '.join(failed)}: a value deviates from the dense model's"
-      f" by more than {bound:g} of the largest."
-    )
-    return 1
+  result = f"FAILED: {', '.join(failed)}: a" if failed else "OK: no"
   print(
-    f"\nOK: no value deviates from the dense model's by more than {bound:g} of"
-    " the largest."
+    f"\n{result} value deviates from the dense model's by more than {bound:g}"
+    " of the largest."
   )
-  return 0
+  return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the code of all programs: flags of a (dp, ep) mesh, and its ranks.
-
-The flags are checked against each other when they are parsed.
-"""
+"""Shared by the programs: the flags of a (dp, ep) mesh, and its ranks."""
 
 from collections.abc import Callable
 import os
@@ -21,21 +18,23 @@ AXES = "dp", "ep"  # of the mesh
 DP = flags.DEFINE_integer("dp", 2, "data-parallel size of the mesh", 1)
 EP = flags.DEFINE_integer("ep", 2, "expert-parallel size of the mesh", 1)
 NUM_PROCESSES = flags.DEFINE_integer(
-  "num_processes", 4, "worker processes; each holds dp * ep / this devices", 1
+  "num_processes", 4, "processes; dp * ep devices are split over them", 1
 )
 _RANKS_PER_GPU = flags.DEFINE_integer(
   "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
 )
 NUM_EXPERTS = flags.DEFINE_integer("num_experts", 8, "experts of a layer", 1)
 TOP_K = flags.DEFINE_integer("top_k", 2, "experts of a token", 1)
-BACKEND = flags.DEFINE_string("backend", None, "ep's; default: by platform")
+BACKEND = flags.DEFINE_string(
+  "backend", None, "ep backend; default: by platform"
+)
 _TEXT = flags.DEFINE_string(
   "text", None, "file or folder; default: Python's standard library"
 )
 
 
 def require(names: str, message: str, holds: Callable[..., bool]) -> None:
-  """Refuses flags, whose names stand in a text, unless their values hold."""
+  """Makes the parser check flags, whose names are separated by spaces."""
   flags.register_multi_flags_validator(
     names.split(), lambda values: holds(*values.values()), message
   )
@@ -63,19 +62,15 @@ def num_ranks() -> int:
 
 
 def make_mesh(dp: int | None = None, ep: int | None = None) -> Mesh:
-  """Returns a mesh, whose axes are as long as their flags say by default."""
+  """Returns a (dp, ep) mesh; the flags are the default sizes."""
   sizes = dp or DP.value, ep or EP.value
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def launch_ranks(program: str) -> int:
-  """Runs a program's ranks, with the flags of this process.
+  """Runs the ranks of a program file with the flags of this process.
 
-  Args:
-    program: its file.
-
-  Returns:
-    The exit code.
+  Returns the exit code.
   """
   return launch.launch(
     [program, *sys.argv[1:]],
@@ -89,11 +84,12 @@ def initialize(threads: int) -> None:
   """Joins this process to the others.
 
   Args:
-    threads: of XLA on CPU, which may split the sum of a matmul by their number;
-      so it must not depend on the number of processes, nor on the machine.
+    threads: threads of XLA on CPU. XLA may split the sum of a matmul by this
+      number, so it must not depend on the number of processes or the machine.
   """
   os.environ["NPROC"] = str(threads)
-  # XLA's transport between processes prints on stdout, which is Python's alone.
+  # XLA's transport between processes prints on file descriptor 1. Keep these
+  # lines out of Python's stdout.
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   with open(os.devnull, "wb") as nowhere:
     os.dup2(nowhere.fileno(), 1)
@@ -105,5 +101,5 @@ def text_path() -> pathlib.Path:
 
 
 def here(path: str | os.PathLike) -> pathlib.Path:
-  """Returns a path of the user's, whose folder `bazel run` changes."""
+  """Resolves a path of the user; `bazel run` changes the working directory."""
   return pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", ""), path)

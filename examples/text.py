@@ -12,25 +12,25 @@ VOCABULARY = 256  # a token is a byte
 
 
 def standard_library() -> pathlib.Path:
-  """Returns the folder of Python's own sources, which every machine has."""
+  """Returns the folder of Python's sources, which every machine has."""
   return pathlib.Path(sysconfig.get_path("stdlib"))
 
 
 def read(path: pathlib.Path, limit: int, least: int = 0) -> np.ndarray:
   """Returns the first bytes of a file, or of a folder's files in name order.
 
-  Files that hold a zero byte are no text and are left out.
+  Skips files with a zero byte, which are not text.
 
   Args:
     path: a file or folder.
     limit: the largest number of bytes.
-    least: the number of bytes that are needed.
+    least: the smallest number of bytes.
 
   Returns:
     int32 `[N]`, from 0 to 255.
 
   Raises:
-    ValueError: there is no such file, or less text than is needed.
+    ValueError: the file does not exist, or has less than `least` bytes of text.
   """
   text = bytearray()
   for file in _files(path):

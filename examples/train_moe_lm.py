@@ -4,12 +4,11 @@
     bazel run //examples:train_moe_lm
     bazel run //examples:train_moe_lm -- --text=$PWD/docs --out=run
 
-starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
-launcher that has started them. With --out the run leaves metrics and
-checkpoints in a folder. The same command continues it when it was stopped, and
---extend adds steps to those that are done. --dense then trains a dense model of
-the same active size on the same batches.
-docs/training.md has the details; the folder lm has the parts.
+starts the ranks of a (dp, ep) mesh as processes on this host, or joins the
+ranks of a launcher. With --out, the run writes metrics and checkpoints to a
+folder; the same command continues an interrupted run, and --extend adds steps.
+--dense also trains a dense model of the same active size on the same batches.
+docs/training.md has the details, and the folder lm the modules.
 """
 
 from collections.abc import Callable
@@ -36,7 +35,7 @@ import ranks
 
 FLAGS = flags.FLAGS
 
-# The model. A flag of a field of `model.Config` has the field's name.
+# The model. A flag for a field of `model.Config` has the name of the field.
 flags.DEFINE_integer("layers", 4, "layers, all with experts", 1)
 flags.DEFINE_integer("hidden", 128, "hidden size", 1)
 flags.DEFINE_integer("inner", 256, "inner size of an expert", 1)
@@ -44,7 +43,7 @@ flags.DEFINE_enum(
   "wire",
   None,
   ["mxfp8", "fp8_block128"],
-  "how rows travel to experts; default: exact",
+  "fp8 transport of rows to experts; default: rows are sent exactly",
 )
 _DENSE = flags.DEFINE_bool(
   "dense", False, "also train a dense model of the same active size"
@@ -53,13 +52,13 @@ _DENSE = flags.DEFINE_bool(
 # Data and training.
 flags.DEFINE_integer("batch", 16, "windows of text in a step", 1)
 _SHARDS = flags.DEFINE_integer(
-  "shards", 4, "parts of a batch; a rank works on one of them at a time", 1
+  "shards", 4, "shards of a batch; a rank works on one shard at a time", 1
 )
 flags.DEFINE_integer("length", 128, "bytes of a window", 1)
-flags.DEFINE_float("learning_rate", 3e-3, "at its peak", 0.0)
-flags.DEFINE_integer("warmup", 50, "steps up to that peak", 0)
+flags.DEFINE_float("learning_rate", 3e-3, "peak learning rate", 0.0)
+flags.DEFINE_integer("warmup", 50, "steps until the peak", 0)
 flags.DEFINE_integer(
-  "decay_steps", 600, "steps after which the rate is a tenth, and stays", 1
+  "decay_steps", 600, "the rate is a tenth of the peak from this step on", 1
 )
 flags.DEFINE_float(
   "aux_loss", 1e-2, "weight of the balancing loss; 0 for balance by bias", 0.0
@@ -67,20 +66,20 @@ flags.DEFINE_float(
 flags.DEFINE_float(
   "bias_rate", 5e-3, "step of the selection bias; 0 for balance by loss", 0.0
 )
-flags.DEFINE_integer("seed", 0, "of parameters and data", 0)
+flags.DEFINE_integer("seed", 0, "seed of parameters and data", 0)
 
 # The run.
-_STEPS = flags.DEFINE_integer("steps", 600, "where a run ends", 1)
+_STEPS = flags.DEFINE_integer("steps", 600, "last step of the run", 1)
 _EXTEND = flags.DEFINE_integer(
-  "extend", None, "or else, steps after those that are done", 1
+  "extend", None, "instead of --steps: number of further steps", 1
 )
 _OUT = flags.DEFINE_string(
-  "out", None, "folder of metrics and checkpoints; default: nothing is kept"
+  "out", None, "folder for metrics and checkpoints; default: none"
 )
-_SAVE_EVERY = flags.DEFINE_integer("save_every", 100, "steps", 1)
+_SAVE_EVERY = flags.DEFINE_integer("save_every", 100, "steps per checkpoint", 1)
 _PLOT = flags.DEFINE_string("plot", None, "picture of the run: *.png, *.svg")
 _TRACE = flags.DEFINE_string(
-  "trace", None, "trace of all ranks, which is explained at the end: *.json.gz"
+  "trace", None, "trace of all ranks, explained at the end: *.json.gz"
 )
 
 _EVALUATE_EVERY = 50  # steps
@@ -121,7 +120,7 @@ def main(argv) -> int:
   if launch.inside_launcher():
     return run_ranks()
   try:
-    check()  # here an error is reported once, not by every rank
+    check()  # reports an error once, not on every rank
   except (OSError, ValueError) as error:
     print(f"train_moe_lm: {error}")
     return 1
@@ -130,13 +129,13 @@ def main(argv) -> int:
 
 def run_ranks() -> int:
   """Runs the ranks of this process; returns the exit code."""
-  # Ctrl-C ends a rank without a traceback. A run resumes after it.
+  # Ctrl-C ends a rank without a traceback; the run can be continued.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
   ranks.initialize(threads=_SHARDS.value)
   try:
     run()
   except (Stop, OSError) as error:
-    # All processes stop alike. An OSError may be of one of them.
+    # All processes raise the same `Stop`; a single one can raise an OSError.
     if jax.process_index() == 0 or isinstance(error, OSError):
       print(f"train_moe_lm: {error}")
     return 1
@@ -144,7 +143,7 @@ def run_ranks() -> int:
 
 
 def check() -> None:
-  """Raises OSError or ValueError if the text or the outputs are of no use."""
+  """Raises OSError or ValueError if the text or an output is not usable."""
   data.read(ranks.text_path(), config().length)
   if _OUT.value:
     ranks.here(_OUT.value).mkdir(parents=True, exist_ok=True)
@@ -158,7 +157,7 @@ def config() -> model.Config:
 
 
 def run() -> None:
-  """Trains, from the last checkpoint if there is one, and tells the result."""
+  """Trains from the last checkpoint, if there is one; prints the results."""
   cfg = config()
   text = data.read(ranks.text_path(), cfg.length)
   out, picture, trace = (
@@ -187,7 +186,7 @@ def run() -> None:
     _, dense = train(
       cfg.dense,
       model.dense_layer,
-      ranks.make_mesh(dp=mesh.size, ep=1),  # one expert is not split
+      ranks.make_mesh(dp=mesh.size, ep=1),  # one expert cannot be split
       text,
       out and out / "dense",
       last=int(state.step),
@@ -221,15 +220,15 @@ def train(
   """Trains a model, from its last checkpoint in `out` if there is one.
 
   Args:
-    cfg: of the run.
+    cfg: the configuration of the run.
     layer: the feed-forward layer, as in `model.apply`.
-    mesh: of the ranks.
-    text: to train on, and to evaluate on.
+    mesh: the mesh of the ranks.
+    text: the text to train on and to evaluate on.
     out: the folder of the run.
-    last: the step after which the run ends, by default as flags say.
+    last: the last step; by default from the flags.
 
   Returns:
-    The state, and a record of each step on the first process.
+    The state, and, on the first process, a record of each step.
   """
   state, records, folder = init(cfg, mesh), [], None
   if out:
@@ -259,7 +258,7 @@ def train(
   with bar:
     for n in range(done + 1, last + 1):
       state, report = step(state, data.batch(text.train, n - 1, cfg))
-      # Waiting here takes little time, and the numbers decide what follows.
+      # Wait for each step: a loss that is not finite must stop the run.
       report = jax.tree.map(np.ndarray.tolist, jax.device_get(report))
       if not math.isfinite(report["loss"] + report["grad_norm"]):
         raise Stop(
@@ -292,10 +291,10 @@ def train(
 
 
 def describe(cfg: model.Config, state: State) -> str:
-  """Returns the configuration in a line."""
+  """Describes the model in a line."""
   count = sum(x.size for x in jax.tree.leaves(state.params))
   inside = f"of {cfg.num_experts} experts, top {cfg.top_k}"
-  inside += f", whose rows travel as {cfg.wire}" if cfg.wire else ""
+  inside += f", with {cfg.wire} rows" if cfg.wire else ""
   if cfg.num_experts == 1:
     inside = f"without experts, of the inner size {cfg.inner}"
   return f"{count / 1e6:.1f} million parameters, {cfg.layers} layers {inside}"

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a wheel or an sdist from the files that Bazel hands it.
+"""Builds a wheel or an sdist from files of Bazel.
 
 Usage: build_distribution.py wheel|sdist FOLDER --platform=TAG
   [--source_url=URL] [--substitute=NAME=VALUE]... PATH=SOURCE...
 
-A SOURCE is copied to the PATH of a new source tree, on which Hatchling runs as
-pip would run it. In pyproject.toml, @NAME@ stands for the VALUE, and @VERSION@
-for the version of the package. Links of README.md become absolute, because
-package indexes show it without the files beside it.
+Copies each SOURCE to its PATH in a new source tree, and runs Hatchling there as
+pip does. Replaces @NAME@ in pyproject.toml by the VALUE, and @VERSION@ by the
+version of the package. Makes the links of README.md absolute, because package
+indexes show the page alone.
 """
 
 import argparse
@@ -45,13 +45,13 @@ def main() -> None:
     if (readme := pathlib.Path(_README)).exists():
       page = readme.read_text()
       readme.write_text(links.make_absolute(page, _README, args.source_url))
-    # sysconfig, and so native_library.py, takes it for this machine's platform.
+    # sysconfig returns this value to native_library.py as the platform.
     os.environ["_PYTHON_HOST_PLATFORM"] = args.platform
     getattr(hatchling.build, f"build_{args.kind}")(str(folder))
 
 
 def substitute(values: dict[str, str]) -> None:
-  """Fills in the project file in the current folder."""
+  """Replaces the placeholders of pyproject.toml in the current folder."""
   package = pathlib.Path("ep/__init__.py").read_text()
   (version,) = re.findall(r'^__version__ = "(.*?)"', package, re.M)
   project = pathlib.Path("pyproject.toml")

@@ -6,10 +6,10 @@ load("@bazel_skylib//rules:common_settings.bzl", "BuildSettingInfo")
 _CUDA = "//third_party/cuda:version"
 
 def _with_cuda_impl(settings, attr):
-    # The library for CPUs is the same with all, so it is not compiled once more.
+    # CUDA does not change the library for CPUs, so do not compile it again.
     return {_CUDA: settings[_CUDA] if attr.cuda == "none" else attr.cuda}
 
-# It builds the library of a wheel as --config=cuda12 would.
+# Builds the library of a wheel as --config=cuda12 does.
 _with_cuda = transition(
     implementation = _with_cuda_impl,
     inputs = [_CUDA],
@@ -78,21 +78,21 @@ def distribution(
         glibc = "2_28",
         cuda = "none",
         **kwargs):
-    """Builds a wheel or an sdist.
+    """Builds a wheel or an sdist into a folder.
 
-    The result is a folder of this name that has the file, so that neither its
-    version nor its platform stands in a BUILD file.
+    No BUILD file contains the name of the file, which has its version and its
+    platform.
 
     Args:
-      name: of the target and of the folder.
-      srcs: the sources, at their places.
+      name: The name of the target and of the folder.
+      srcs: The sources, at their paths in the repository.
       kind: "wheel" or "sdist".
-      library: the native library, which goes into the package.
-      package: the folder of the package.
-      project: the project file; it may be a template.
-      glibc: the oldest that the library runs with; manylinux_test checks it.
-      cuda: the major version of CUDA that the library is built with, or "none".
-      **kwargs: passed on to the rule.
+      library: The native library, for the folder of the package.
+      package: The folder of the package.
+      project: The project file, which may have placeholders.
+      glibc: The oldest glibc of the library, which manylinux_test checks.
+      cuda: The major version of CUDA of the library, or "none".
+      **kwargs: Passed on to the rule.
     """
     _distribution(
         name = name,

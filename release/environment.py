@@ -1,22 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A virtual environment of packages that Bazel has fetched, for tests."""
+"""Virtual environments and wheels for the tests of distributions."""
 
+from collections.abc import Mapping
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import venv
+import zipfile
+
+_WHEEL = """\
+Wheel-Version: 1.0
+Generator: jax-ep
+Root-Is-Purelib: true
+Tag: py3-none-any
+"""
 
 
 def packages(*names: str) -> str:
-  """Returns the folders that have these packages, one in a line."""
+  """Returns the folders with these packages, one per line."""
   places = {importlib.util.find_spec(name).origin for name in names}
   return "\n".join({str(pathlib.Path(p).parents[1]) for p in places})
 
 
 class Environment:
-  """A virtual environment, and the folder in which its programs run."""
+  """A virtual environment of packages from Bazel, and its current folder."""
 
   def __init__(self, folder: pathlib.Path):
     venv.create(folder / "venv", symlinks=True)
@@ -27,7 +38,7 @@ class Environment:
     self.work.mkdir()
 
   def run(self, *argv: object, **variables: str) -> str:
-    """Runs a command without variables of ours; returns what it prints."""
+    """Runs a command without our environment variables; returns its output."""
     done = subprocess.run(
       list(map(str, argv)),
       cwd=self.work,
@@ -47,14 +58,62 @@ class Environment:
     return done.stdout
 
   def run_tool(self, module: str, *argv: object, **variables: str) -> None:
-    """Runs one of our tools, which the environment does not have, on it."""
+    """Runs a tool that is not installed in the environment."""
     variables["PYTHONPATH"] = packages(module)
     self.run(sys.executable, "-m", module, *argv, **variables)
 
   def install(self, *options: str, **variables: str) -> None:
-    """Installs with pip, which downloads nothing."""
+    """Runs pip install without downloads."""
     self.run_tool(
       *("pip", "--python", self.python, "install", "--quiet", "--no-index"),
       *("--no-cache-dir", "--disable-pip-version-check", *options),
       **variables,
     )
+
+
+def write_wheel(
+  folder: pathlib.Path,
+  name: str,
+  version: str,
+  files: Mapping[str, bytes],
+  metadata: str = "",
+) -> None:
+  """Writes a wheel of `files`, by path, with additional lines of metadata."""
+  stem = f"{name.replace('-', '_')}-{version}"
+  info = f"{stem}.dist-info"
+  about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}"
+  contents = {
+    **files,
+    f"{info}/METADATA": about.encode(),
+    f"{info}/WHEEL": _WHEEL.encode(),
+  }
+  record = "".join(f"{path},,\n" for path in [*contents, f"{info}/RECORD"])
+  with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+    for path, content in contents.items():
+      wheel.writestr(path, content)
+    wheel.writestr(f"{info}/RECORD", record)
+
+
+def pack(folder: pathlib.Path, name: str) -> None:
+  """Writes wheels of an installed package and of its requirements.
+
+  Skips requirements that are not installed, which are for another platform or
+  Python.
+  """
+  try:
+    found = importlib.metadata.distribution(name)
+  except importlib.metadata.PackageNotFoundError:
+    return
+  files = [
+    path
+    for path in found.files or ()
+    if path.parts[0] != ".." and path.suffix != ".pyc"
+  ]
+  (info,) = {p.parts[0] for p in files if p.parts[0].endswith(".dist-info")}
+  stem = info.removesuffix(".dist-info")
+  with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+    for path in files:
+      wheel.writestr(str(path), path.read_binary())
+  for requirement in found.requires or ():
+    if "extra ==" not in requirement:
+      pack(folder, re.match(r"[\w.-]+", requirement)[0])

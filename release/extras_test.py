@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pip brings the wheel for CUDA by the extra, and its library is found.
+"""pip installs the wheel for CUDA by the extra, and ep finds its library.
 
 Usage: extras_test.py CUDA FOLDER FOLDER
 
 CUDA is a version, such as 13. The first FOLDER has the wheel of the package,
-and the second that for CUDA. Wheels without files stand for NVIDIA's packages
-and for JAX's plugin, which take gigabytes.
+the second one the wheel for CUDA. Empty wheels replace NVIDIA's packages and
+JAX's plugin, which take gigabytes.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,11 @@ import sys
 import tempfile
 import zipfile
 
-from environment import Environment
-from stand_ins import write_wheel
+from environment import Environment, write_wheel
 
 
 def pins(wheel: pathlib.Path) -> Iterator[tuple[str, str]]:
-  """Yields the packages of others that a wheel requires in one version."""
+  """Yields the packages that a wheel pins, except our own."""
   with zipfile.ZipFile(wheel) as archive:
     (name,) = [n for n in archive.namelist() if n.endswith("/METADATA")]
     metadata = archive.read(name).decode()

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wheel runs with every glibc and libstdc++ that its name promises.
+"""A wheel runs with every glibc and libstdc++ of its platform tag.
 
 Usage: manylinux_test.py FOLDER
 
-The folder has the wheel. The judge is auditwheel, which knows the symbols of
-each platform tag.
+The FOLDER has the wheel. auditwheel knows the symbols of each platform tag.
 """
 
 import json

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build hook of our wheels adds the native library and names the platform.
+"""The build hook of our wheels: adds the native library and the platform tag.
 
-A library that is in the package already goes into the wheel; Bazel puts it
-there. Otherwise the hook compiles the library for CPUs, with the C++ compiler
-$CXX (default: c++) and $CXXFLAGS, against the FFI headers of the installed
-jaxlib. An editable installation has it in the checkout, beside the modules.
+If Bazel has put a library into the package, the hook takes this library.
+Otherwise the hook compiles the library for CPUs, with the C++ compiler $CXX
+(default: c++) and $CXXFLAGS, against the FFI headers of the installed jaxlib.
+For an editable installation, the hook writes the library into the checkout,
+beside the modules.
 """
 
 import concurrent.futures
@@ -39,7 +40,10 @@ class NativeLibrary(BuildHookInterface):
   """Hatchling's hook for a wheel."""
 
   def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-    """Compiles the library where there is none; ctypes needs no Python ABI."""
+    """Compiles the library if there is none, and sets the tag of the wheel.
+
+    The tag has no Python ABI, because ctypes loads the library.
+    """
     root = pathlib.Path(self.root)
     platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
     build_data["tag"] = f"py3-none-{platform}"
@@ -66,7 +70,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
       f"jax-ep compiles a library, but there is no compiler {compiler[0]!r};"
       " install g++ or clang, or set CXX to one of C++, or install a wheel."
     )
-  # Options on which results depend come last, since the last option counts.
+  # Options that change results come last, because the last option counts.
   options = ["-O2", "-DNDEBUG", *shlex.split(os.environ.get("CXXFLAGS", ""))]
   options += [*_copts(native / "copts.bzl"), "-fPIC"]
   include = pathlib.Path(jaxlib, "include")
@@ -76,7 +80,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
     for folder in _FOLDERS
     for file in sorted(native.joinpath(folder).glob("*.cc"))
     if not file.name.endswith("_test.cc")
-    and file.name not in ("connect.cc", "cuda.cc")
+    and file.name != "cuda.cc"
   ]
 
   def compile(number: int, source: pathlib.Path) -> pathlib.Path:
@@ -100,7 +104,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
 
 
 def _copts(file: pathlib.Path) -> list[str]:
-  """Returns EP_COPTS; Starlark that only defines a list is Python, too."""
+  """Returns EP_COPTS. The Starlark file is also valid Python."""
 
   def select(branches: dict[str, list[str]]) -> list[str]:
     return branches["//conditions:default"]

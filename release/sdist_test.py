@@ -3,9 +3,9 @@
 
 Usage: sdist_test.py FOLDER HEADER...
 
-The FOLDER has the sdist. pip builds it as it does for users: in isolation, with
-what [build-system] in pyproject.toml requires and nothing else. Of jaxlib,
-there are only the HEADERs, which are those of the required version.
+The FOLDER has the sdist. pip builds the sdist as for users: in isolation, with
+only the requirements of [build-system] in pyproject.toml. A wheel with only the
+HEADERs of the required version replaces jaxlib.
 """
 
 import pathlib
@@ -14,8 +14,7 @@ import tarfile
 import tempfile
 import tomllib
 
-from environment import Environment
-from stand_ins import pack, write_wheel
+from environment import Environment, pack, write_wheel
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that state versions of what we depend on agree.
+"""The files agree on the versions of our dependencies.
 
-tools/release.py compares those that state our own version.
+tools/release.py compares the files with our own version.
 """
 
 import pathlib
@@ -22,8 +22,8 @@ def pins(path: str) -> set[str]:
 
 def main() -> None:
   project = tomllib.loads(read("pyproject.toml"))
-  # The sdist and Bazel compile against the same headers: of the oldest JAX that
-  # ep takes, which the lock has for the oldest Python.
+  # The sdist and Bazel compile against the same headers, from the oldest JAX
+  # that ep supports. The lock has this JAX for the oldest Python.
   _, jaxlib = project["build-system"]["requires"]
   locked = pins("third_party/py/requirements_lock.txt")
   assert jaxlib in locked, f"{jaxlib} is not in the lock"

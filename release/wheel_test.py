@@ -3,10 +3,10 @@
 
 Usage: wheel_test.py FOLDER README EXAMPLE TEST SUPPORT...
 
-The FOLDER has the wheel. The environment has the packages that Bazel has
-fetched for //ep and its examples, among which pip finds what the wheel
-requires. The folder of the EXAMPLE, and TEST, which is a test file, and the
-files that it imports are copied.
+The FOLDER has the wheel. The environment has the packages from Bazel for //ep
+and its examples, which satisfy the requirements of the wheel. The test copies
+the folder of the EXAMPLE, the test file TEST and the SUPPORT files, which TEST
+imports, into the environment.
 """
 
 import pathlib
@@ -17,9 +17,9 @@ import tempfile
 
 from environment import Environment
 
-# XLA then compiles quickly.
+# Makes XLA compile faster.
 _QUICK = "--xla_backend_optimization_level=0"
-# Flax 0.12 does not import beside JAX 0.12, and says so by an AttributeError.
+# The import of Flax 0.12 raises an AttributeError with JAX 0.12.
 _IMPORT_RECIPES = """
 import pathlib, runpy
 fault = ""
@@ -60,21 +60,19 @@ def main() -> None:
 
     (info,) = environment.site.glob("jax_ep-*.dist-info")
     assert not re.search(r"\]\((?!\w+:)", (info / "METADATA").read_text()), (
-      "an index shows README.md without the files that it links to"
+      "README.md has relative links, which an index cannot follow"
     )
 
-    section = readme.read_text().partition("\n## Twenty lines\n")[2]
+    section = readme.read_text().partition("\n## The layer\n")[2]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
-    (environment.work / "twenty.py").write_text(code)
+    (environment.work / "layer.py").write_text(code)
     four = f"--xla_force_host_platform_device_count=4 {_QUICK}"
     promised = code.splitlines()[-1].partition("  # ")[2]
-    assert run(python, "twenty.py", XLA_FLAGS=four) == promised + "\n"
+    assert run(python, "layer.py", XLA_FLAGS=four) == promised + "\n"
 
     for program, flags in [("ep_moe", _EXAMPLE), ("train_moe_lm", _TRAINING)]:
-      command = f"python examples/{program}.py"
-      assert f"\n{command}\n" in readme.read_text()
-      run(python, *command.split()[1:], *flags, XLA_FLAGS=_QUICK)
-    run(python, "-c", _IMPORT_RECIPES)  # the extra suffices
+      run(python, f"examples/{program}.py", *flags, XLA_FLAGS=_QUICK)
+    run(python, "-c", _IMPORT_RECIPES)
     run(
       *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", test.name),
       EP_TEST_QUICK_COMPILER="1",

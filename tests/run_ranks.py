@@ -30,7 +30,7 @@ _SANITIZER_OPTIONS = {
   "ASAN_OPTIONS": "detect_leaks=0",
   # JAX, NumPy, Python and the code that XLA generates are not instrumented.
   # TSan sees only their accesses through libc, and few of their locks.
-  # ep_ffi/handlers/handover.h tells TSan how XLA orders our ops.
+  # ep_ffi/handlers/tsan.h tells TSan how XLA orders our ops.
   "TSAN_OPTIONS": "ignore_noninstrumented_modules=1",
   "UBSAN_OPTIONS": "print_stacktrace=1",
   # Sanitizers write to a file descriptor. By default, pytest captures that, and

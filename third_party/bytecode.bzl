@@ -6,10 +6,10 @@ load("@ep_python//:version.bzl", "PYTHON")
 _COMPILER = "//third_party:compile_bytecode"
 
 def bytecode(name, srcs, visibility):
-    """Compiles modules to the files that Python looks for beside them.
+    """Compiles modules to the bytecode files that Python expects beside them.
 
-    A process cannot write into its runfiles, so without these files each process
-    compiles what it imports.
+    A process cannot write to its runfiles, so without these files each process
+    compiles the modules that it imports.
 
     Args:
       name: The name of the target.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Python sources, the first half of the arguments, to the second."""
+"""Compiles the first half of the arguments, sources, to the second half."""
 
 import py_compile
 import sys
@@ -11,6 +11,6 @@ for source, compiled in zip(files[:half], files[half:], strict=True):
     source,
     compiled,
     doraise=True,
-    # Times of files mean nothing in a build, and tests change copies.
+    # File times have no meaning in a build, and tests change copies.
     invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH,
   )

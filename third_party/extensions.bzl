@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module extension behind MODULE.bazel."""
+"""The module extension of MODULE.bazel."""
 
 load(":repositories.bzl", "ep_repositories")
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repository rules that fetch PyPI packages, pinned by hash.
 
-Both run the machine's pip. It asks the index that the machine is configured to
-use (pip.conf, PIP_* variables), and accepts only files whose hashes are in the
+Both rules run the machine's pip. pip uses the configured index of the machine
+(pip.conf, PIP_* variables), and accepts only files whose hashes are in the
 lock.
 """
 
 load(":python.bzl", "host_python")
 
-# The Pythons that the locks were resolved for.
+# The Python versions of the locks.
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 
-_LOCK_DOC = "Label of the lock, which serves every Python by its markers."
+_LOCK_DOC = "Label of the lock, which has markers for every Python."
 
 def _run(rctx, arguments, environment = {}):
     result = rctx.execute(
@@ -31,8 +31,8 @@ def _pip(rctx, python):
     if not rctx.execute([python.path, "-m", "pip", "--version"]).return_code:
         return [python.path, "-m", "pip"]
 
-    # Debian's python3 has no pip. bazelw fetches a wheel of pip, which runs
-    # without installation.
+    # Debian's python3 has no pip. bazelw fetches a wheel of pip, which needs no
+    # installation.
     wheel = rctx.getenv("EP_PIP_WHEEL")
     if wheel:
         return [python.path, wheel + "/pip"]
@@ -43,7 +43,7 @@ def _pip_packages_impl(rctx):
     if python.version not in PYTHONS:
         fail("The locks are for Python {}, and this machine has {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, or, in a module that uses jax_ep, replace these packages by that module's: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(", ".join(PYTHONS), python.version))
     lock = rctx.path(rctx.attr.lock)
-    rctx.watch(lock)  # Bazel watches what it reads itself, but pip reads it
+    rctx.watch(lock)  # pip reads the lock, so Bazel does not watch it otherwise
     rctx.report_progress("pip installs {}".format(lock.basename))
     _run(rctx, _pip(rctx, python) + [
         "install",
@@ -55,10 +55,10 @@ def _pip_packages_impl(rctx):
         lock,
     ], {"PIP_ROOT_USER_ACTION": "ignore"})
 
-    # Processes cannot write into their inputs, so each would compile what it
-    # imports. A file that does not compile is no error: some packages contain
-    # templates, or code for another Python. Nobody imports their own tests.
-    # Without a folder, compileall would compile the machine's own packages.
+    # Processes cannot write to their inputs, so each process would compile the
+    # modules that it imports. A file that does not compile is no error, because
+    # some packages contain templates, or code for another Python. Without a
+    # folder, compileall would compile the machine's own packages.
     if rctx.attr.bytecode:
         rctx.report_progress("compiling to bytecode")
         rctx.execute(
@@ -75,14 +75,14 @@ def _pip_packages_impl(rctx):
 pip_packages = repository_rule(
     implementation = _pip_packages_impl,
     doc = """\
-Installs every package of a lock and makes each a py_library.
+Installs every package of a lock, and declares a py_library for each.
 
-A library is named like its package, in lower case with underscores, and hands
-its files over as whole folders: one link each in a runfiles tree or a sandbox
-instead of thousands.""",
+The name of a library is the name of its package, in lower case with underscores.
+The data of a library are whole folders, so that a runfiles tree or a sandbox has
+one link instead of thousands.""",
     attrs = {
         "bytecode": attr.string_list(doc = """\
-The folders that many processes import, which are compiled to bytecode."""),
+The folders to compile to bytecode, which many processes import."""),
         "lock": attr.label(mandatory = True, doc = _LOCK_DOC),
         "_write_build": attr.label(default = ":pip_write_build.py"),
     },
@@ -91,7 +91,7 @@ The folders that many processes import, which are compiled to bytecode."""),
 def _requirement(lock, package):
     """Returns the lines that pin `package` in `lock`, the text of a lock.
 
-    If its version depends on the Python, these are the lines of the oldest one,
+    If the version depends on the Python, returns the lines of the oldest Python,
     without the marker.
     """
     start = ("\n" + lock).find("\n" + package + "==")
@@ -113,8 +113,8 @@ def _pip_archive_impl(rctx):
     if version:
         wheels = ["--only-binary=:all:", "--python-version=" + version]
 
-    # pip asks a source archive for its metadata, and so needs its build
-    # backend. The backend comes from the lock as well.
+    # pip reads the metadata of a source archive, and so needs its build backend,
+    # which is in the lock.
     for package in rctx.attr.build_requires:
         rctx.file("backend.txt", _requirement(lock, package))
         _run(rctx, pip + [
@@ -151,7 +151,7 @@ def _pip_archive_impl(rctx):
 
 pip_archive = repository_rule(
     implementation = _pip_archive_impl,
-    doc = "Unpacks a folder of each of several packages of a lock into one.",
+    doc = "Unpacks one folder of each of several locked packages into one folder.",
     attrs = {
         "build_file": attr.label(mandatory = True),
         "build_requires": attr.string_list(
@@ -164,7 +164,7 @@ pip_archive = repository_rule(
         ),
         "python_version": attr.string(
             doc = """\
-The Python whose wheels are taken, if not this machine's.""",
+The Python version of the wheels. The default is this machine's.""",
         ),
     },
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the BUILD file for a folder of packages that pip installed.
+"""Writes the BUILD file of a folder in which pip has installed packages.
 
 Usage: pip_write_build.py FOLDER BUILD_FILE
 """
@@ -30,7 +30,7 @@ def target_name(package: str) -> str:
 
 
 def entries(dist: importlib.metadata.Distribution, folder: str) -> list[str]:
-  """Returns the top-level files and folders of a package, and its programs."""
+  """Returns the top-level files, folders and programs of a package."""
   found = set()
   for file in dist.files or ():
     if file.parts[0] == "..":  # --target moves ../../bin/x to bin/x
@@ -47,8 +47,7 @@ def requirements(
 ) -> list[str]:
   """Returns the packages that `dist` needs on this machine.
 
-  A requirement that is not installed is not in the lock, because it is for
-  another platform or version.
+  The lock leaves out requirements for other platforms and versions.
   """
   names = set()
   for requirement in dist.requires or ():
@@ -62,7 +61,7 @@ def main() -> None:
   folder, build_file = sys.argv[1:]
   for stray in pathlib.Path(folder).rglob("BUILD*"):
     if stray.name in ("BUILD", "BUILD.bazel"):
-      stray.unlink()  # it would turn a part of `folder` into a Bazel package
+      stray.unlink()  # it would make a subfolder a Bazel package
   dists = {
     target_name(dist.metadata["Name"]): dist
     for dist in importlib.metadata.distributions(path=[folder])

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the machine's own Python, in one place for every use.
+"""Finds the Python of the machine.
 
-Repository rules run pip with it and a toolchain runs tests with it. So the
-wheels that pip picks are for the interpreter that imports them.
+Repository rules run pip with this Python, and a toolchain runs tests with it.
+So pip picks wheels for the interpreter that imports them.
 """
 
 def _watch_path(rctx, name):
-    """Has the repository fetched again when PATH leads to another program.
+    """Makes Bazel fetch the repository again when PATH has another program.
 
-    A shim, such as pyenv's, that picks another interpreter is not noticed,
-    because its file stays the same.
+    Bazel does not notice when a shim, such as pyenv's, picks another interpreter,
+    because the file of the shim stays the same.
 
     Args:
       rctx: the repository context.
@@ -33,7 +33,7 @@ def _find_python(rctx):
     if not program:
         fail("There is no {} on PATH.".format(name) + cure)
 
-    # It must be sys.executable: a shim picks its interpreter by the current
+    # Use sys.executable, because a shim picks its interpreter by the current
     # folder and the environment, and both differ when tests run.
     result = rctx.execute([
         program,
@@ -47,7 +47,7 @@ def _find_python(rctx):
         fail("{} is Python {}, not {}.".format(program, version, wanted) + cure)
     return struct(path = path, version = version)
 
-# This file defines toolchains for build steps; older rules_python has none.
+# This file defines toolchains for build steps. Older rules_python has no such file.
 _EXEC_TOOLS = Label("@rules_python//python:py_exec_tools_toolchain.bzl")
 
 _BUILD = """\
@@ -75,8 +75,8 @@ toolchain(
 )
 """
 
-# Without this toolchain, newer rules_python downloads a Python of its own for
-# build steps, even if there are none.
+# Without this toolchain, newer rules_python downloads another Python for build
+# steps, even if there are no such steps.
 _EXEC_TOOLS_BUILD = """
 load("@rules_python//python:py_exec_tools_toolchain.bzl", "py_exec_tools_toolchain")
 
@@ -91,7 +91,7 @@ toolchain(
 
 def _python_toolchain_impl(rctx):
     python = _find_python(rctx)
-    rctx.watch(python.path)  # after an upgrade everything is fetched again
+    rctx.watch(python.path)  # fetch everything again after an upgrade
     build = _BUILD.format(path = python.path)
     if rctx.path(_EXEC_TOOLS).exists:
         build += _EXEC_TOOLS_BUILD
@@ -104,8 +104,8 @@ python_toolchain = repository_rule(
     doc = """\
 Toolchains, `:all`, that run the machine's Python.
 
-`:toolchain` is the one for programs and tests; the other, which only newer
-rules_python has, is for build steps.""",
+`:toolchain` is for programs and tests. The other toolchain is for build steps of
+newer rules_python.""",
 )
 
 def host_python(rctx):

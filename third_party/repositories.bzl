@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares every repository of this module, for Bzlmod and WORKSPACE alike."""
+"""Declares the repositories of this module, for Bzlmod and WORKSPACE."""
 
 load("//third_party/cuda:version.bzl", "cuda_version")
 load(":pip.bzl", "pip_archive", "pip_packages")
@@ -7,11 +7,11 @@ load(":python.bzl", "python_toolchain")
 
 _PY_LOCK = Label("//third_party/py:requirements_lock.txt")
 
-# Both result in the layout of a CUDA installation: include/, lib/, bin/, nvvm/.
+# Both give the layout of a CUDA installation: include/, lib/, bin/, nvvm/.
 _CUDA_PACKAGES = {
     "12": {
         "nvidia-cuda-cccl-cu12": "nvidia/cuda_cccl",
-        "nvidia-cuda-nvcc-cu12": "nvidia/cuda_nvcc",  # for crt/; it has no nvcc
+        "nvidia-cuda-nvcc-cu12": "nvidia/cuda_nvcc",  # for crt/; without nvcc
         "nvidia-cuda-nvrtc-cu12": "nvidia/cuda_nvrtc",
         "nvidia-cuda-runtime-cu12": "nvidia/cuda_runtime",
     },
@@ -26,7 +26,7 @@ _CUDA_PACKAGES = {
 }
 
 def ep_repositories():
-    """Declares the repositories; Bazel fetches one when a target needs it."""
+    """Declares the repositories, which Bazel fetches for targets that need them."""
     python_toolchain(name = "ep_python")
 
     pip_packages(
@@ -40,7 +40,7 @@ def ep_repositories():
         lock = _PY_LOCK,
     )
 
-    # It holds none of the packages of @ep_pypi.
+    # Without the packages of @ep_pypi.
     pip_packages(
         name = "ep_examples_pypi",
         bytecode = [
@@ -52,9 +52,8 @@ def ep_repositories():
         lock = Label("//third_party/py:requirements_examples_lock.txt"),
     )
 
-    # The headers are those of the oldest JAX, whatever this machine's Python. A
-    # module with a JAX of its own compiles the native library without installing
-    # ours.
+    # The headers of the oldest JAX, with any Python. A module with its own JAX
+    # compiles the native library without our JAX.
     pip_archive(
         name = "ep_xla_ffi",
         build_file = Label("//third_party/cc:xla_ffi.BUILD"),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares the rule sets of a WORKSPACE build; Bzlmod has them as modules."""
+"""Declares the rule sets of a WORKSPACE build, which are modules in Bzlmod."""
 
 load("@bazel_tools//tools/build_defs/repo:http.bzl", "http_archive")
 load("@bazel_tools//tools/build_defs/repo:utils.bzl", "maybe")
 
 def ep_rule_sets():
-    """Declares the rule sets, except those that are declared already."""
+    """Declares the rule sets that the WORKSPACE has not declared yet."""
     maybe(
         http_archive,
         name = "platforms",
@@ -19,7 +19,7 @@ def ep_rule_sets():
         url = "https://github.com/bazelbuild/bazel-skylib/releases/download/1.9.2/bazel-skylib-1.9.2.tar.gz",
     )
 
-    # Later versions load protobuf, which needs calls of its own in a WORKSPACE.
+    # Later versions load protobuf, which needs more calls in a WORKSPACE.
     maybe(
         http_archive,
         name = "rules_cc",

@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # Installs Debian's packaged Bazel into a private prefix, for hosts that reach a
-# Debian mirror but not GitHub; see debian_packages.sh for what that needs.
+# Debian mirror but not GitHub. debian_packages.sh lists the required programs.
 #
 #   tools/debian_bazel.sh PREFIX && PREFIX/bin/bazel --version
 #
-# PREFIX appears only when it is complete: the script builds PREFIX.partial,
-# whose files contain PREFIX's paths, and renames it at the end.
+# The script builds PREFIX.partial, whose files contain PREFIX's paths, and renames
+# it to PREFIX at the end. So PREFIX is complete if it exists.
 #
-#   EP_DEBIAN_SUITE    the release to take Bazel from
+#   EP_DEBIAN_SUITE    the Debian release of Bazel
 set -euo pipefail
 
 readonly prefix=$(readlink -m "${1:?usage: debian_bazel.sh PREFIX}")
@@ -17,8 +17,8 @@ readonly stage=$prefix.partial
 readonly suite=${EP_DEBIAN_SUITE:-forky} # the first to package Bazel 7
 . "${BASH_SOURCE[0]%/*}/debian_packages.sh"
 
-# Compilers and interpreters are left out, because the host has its own. So is
-# the JDK, because Bazel's server needs only the runtime.
+# Leave out compilers and interpreters, because the host has its own, and the JDK,
+# because Bazel's server needs only the runtime.
 left_out='build-essential|.*-jdk-headless|python3(-minimal|\..*)?|libpython3.*'
 left_out+='|(binutils|cpp|g\+\+|gcc|perl|dpkg).*|make|linux-libc-dev'
 left_out+='|libc6-dev|libc-dev-bin|lib(gcc|stdc\+\+)-.*-dev|libperl.*'
@@ -32,9 +32,9 @@ fit_programs ":$(here "$jre/lib"):$(here "$jre/lib/server")" \
   "$root"/usr/bin/bazel "$root"/usr/libexec/*/bazel/* \
   "$jre/bin/java" "$jre/lib/jspawnhelper"
 
-# Debian's files name each other by absolute path: in links, in the server's
-# class path and in the manifests of its jars. With a rewritten class path the
-# server does not follow the manifests, so this program follows them.
+# Debian's files contain absolute paths: in links, in the server's class path and in
+# the manifests of its jars. With a rewritten class path the server does not follow
+# the manifests, so this program follows them.
 python3 - "$root" "$prefix/root" <<'PY'
 import os
 import pathlib
@@ -54,7 +54,7 @@ for folder, dirs, files in os.walk(stage):
 
 
 def class_path(jar):
-    """Yields the jars that `jar`'s manifest names, as paths below the stage."""
+    """Yields the jars in the manifest of `jar`, as paths below the stage."""
     try:
         manifest = zipfile.ZipFile(jar).read("META-INF/MANIFEST.MF").decode()
     except KeyError:
@@ -69,7 +69,7 @@ def class_path(jar):
 
 listing = pathlib.Path(stage, "usr/share/bazel/bazel_classpath_debian_depends.txt")
 jars = [stage + line for line in listing.read_text().split()]
-for jar in jars:  # the list grows while it is walked
+for jar in jars:  # the loop appends to the list
     if os.path.exists(jar):
         jars += [j for j in class_path(jar) if j not in jars and os.path.exists(j)]
 listing.write_text("".join(final + j[len(stage):] + "\n" for j in jars))

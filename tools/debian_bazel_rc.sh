@@ -1,20 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Configures a Debian Bazel: writes its registry, its rc file and the wrapper
-# that runs it. This is the last step of debian_bazel.sh, in a file of its own
-# so that a test can run it.
+# Configures a Debian Bazel: writes its registry, its rc file and its wrapper.
+# This is the last step of debian_bazel.sh, in a separate file for its test.
 #
 #   tools/debian_bazel_rc.sh STAGE PREFIX
 #
-# STAGE/root holds the unpacked packages. The caller renames STAGE to PREFIX.
+# STAGE/root has the unpacked packages. The caller renames STAGE to PREFIX.
 set -euo pipefail
 
 readonly stage=$1 prefix=$2
 
-# Debian's rule sets replace the modules that a C++ and Python build names,
-# whatever version it asks for. The registry holds stubs of the other modules
-# that Bazel's own MODULE file names; such a build never loads them.
+# Debian's rule sets replace the modules of a C++ and Python build, in any version.
+# The registry has stubs of the other modules in Bazel's own MODULE file, which
+# such a build never loads.
 stub() {
   local dir=$stage/registry/modules/$1/$2
   mkdir -p "$dir"
@@ -29,8 +28,8 @@ stub protobuf 3.19.6
 stub protobuf 21.7
 stub zlib 1.3.1.bcr.3
 
-# Prints a line of the rc file: the command $1 has the option $2. The option is
-# quoted, because the name of a home may contain a space.
+# Prints a line of the rc file: the option $2 of the command $1. Quotes the option,
+# because the path of a home folder may contain a space.
 option() {
   local quoted=${2//\\/\\\\}
   printf '%s "%s"\n' "$1" "${quoted//\"/\\\"}"
@@ -46,13 +45,12 @@ registry=$(python3 -c \
   option startup "--install_base=$base"
   option startup --trust_install_base
   option startup "--server_javabase=$prefix${jres[0]#"$stage"}"
-  # Compiling its own code well costs a server that lives for minutes as much
-  # time as it saves.
+  # A server that runs for minutes saves no time by better JIT code.
   option startup "--host_jvm_args=-XX:TieredStopAtLevel=1"
   option common "--registry=$registry"
   # The sandbox hides /tmp, and the prefix may be there.
   option common "--sandbox_add_mount_pair=$prefix"
-  # Some hosts have a python3 without pip.
+  # The python3 of some hosts has no pip.
   option common "--repo_env=EP_PIP_WHEEL=$prefix${pip[0]#"$stage"}"
   for module in bazel_features:tools/features bazel_skylib:tools/skylib \
     platforms:tools/platforms rules_cc:rules/cc rules_java:rules/java \

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Functions that unpack Debian packages into a private prefix, for
-# debian_bazel.sh and debian_python.sh. They need apt-get, dpkg-deb and python3,
-# but not root, and neither use nor change the host's own packages.
+# Functions that unpack Debian packages into a private prefix, for debian_bazel.sh
+# and debian_python.sh. They need apt-get, dpkg-deb and python3, but not root, and
+# neither use nor change the packages of the host.
 #
-# The caller sets `prefix`, `stage`, where the files lie until the caller renames
-# it to `prefix`, and `suite`, the release to take packages from.
+# The caller sets `prefix`, `stage`, a folder that the caller later renames to
+# `prefix`, and `suite`, the Debian release of the packages.
 #
-#   EP_DEBIAN_MIRROR   the mirror to download from (default: the host's own)
+#   EP_DEBIAN_MIRROR   the mirror (default: the mirror of the host)
 
 say() { printf '%s: %s\n' "$(basename "$0" .sh)" "$*" >&2; }
 die() {
@@ -16,8 +16,8 @@ die() {
   exit 1
 }
 
-# Unpacks packages and what they depend on into $stage/root. Packages whose whole
-# names match the regular expression $1 are left out; the others are named.
+# Unpacks the packages $2... and their dependencies into $stage/root. Leaves out
+# packages whose whole name matches the regular expression $1.
 unpack_packages() {
   local left_out=$1 apt=$stage/apt mirror packages
   local keyring=/usr/share/keyrings/debian-archive-keyring.gpg
@@ -31,7 +31,7 @@ unpack_packages() {
   rm -rf "$stage"
   mkdir -p "$stage"/{root,bin} "$apt"/{lists,archives}/partial
 
-  # An apt that sees an empty system computes the dependencies and keeps its
+  # Run an apt with an empty system, which computes all dependencies and keeps its
   # state in the stage.
   : >"$apt/status"
   echo "deb [signed-by=$keyring] $mirror $suite main" >"$apt/sources.list"
@@ -61,12 +61,12 @@ unpack_packages() {
   rm -rf "$apt"
 }
 
-# Prints the path that a file of the stage will have.
+# Prints the later path of a file in the stage.
 here() { printf '%s' "${1/#"$stage"/"$prefix"}"; }
 
-# Gives each program of $2... the prefix's own loader and libraries, because the
-# host's C library is older than the one that the program was linked against. $1
-# names further folders of libraries, each with a colon before it.
+# Makes each program of $2... use the loader and the libraries of the prefix,
+# because the host's C library is older. $1 lists more folders of libraries, each
+# after a colon.
 fit_programs() {
   local more=$1 loaders lib program old
   loaders=("$stage"/root/usr/lib/*/ld-linux-*.so.*)
@@ -77,15 +77,15 @@ fit_programs() {
   for program in "${@:2}"; do
     [[ -f $program ]] || continue
     old=$(patchelf --print-rpath "$program")
-    # This sets DT_RPATH, because DT_RUNPATH does not hold for the libraries that
-    # libraries need. patchelf 0.18 makes overlapping segments of Python if it
-    # sets the interpreter before that, or at once.
+    # Set DT_RPATH, because DT_RUNPATH does not apply to the dependencies of
+    # libraries. patchelf 0.18 makes overlapping segments in Python unless it sets
+    # the interpreter afterwards.
     patchelf --force-rpath --set-rpath "$(here "$lib")$more${old:+:$old}" "$program"
     patchelf --set-interpreter "$(here "${loaders[0]}")" "$program"
   done
 }
 
-# Renames the stage, which is complete, to the prefix. $1 must run there.
+# Renames the complete stage to the prefix, and checks that the program $1 runs.
 finish() {
   rm -rf "$prefix"
   mv "$stage" "$prefix"

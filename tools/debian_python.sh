@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Installs Debian's newest Python into a private prefix, to test with it beside
-# the host's own; see debian_packages.sh for what that needs.
+# Installs Debian's newest Python into a private prefix, for tests.
+# debian_packages.sh lists the required programs.
 #
 #   tools/debian_python.sh PREFIX && PREFIX/bin/python3.14 --version
 #   PATH=PREFIX/bin:$PATH ./bazelw test \
 #     --repo_env=HERMETIC_PYTHON_VERSION=3.14 //tests/ops:dispatch_test
 #
-# PREFIX appears only when it is complete: the script builds PREFIX.partial,
-# whose files contain PREFIX's paths, and renames it at the end.
+# The script builds PREFIX.partial, whose files contain PREFIX's paths, and renames
+# it to PREFIX at the end. So PREFIX is complete if it exists.
 #
-#   EP_DEBIAN_SUITE    the release to take Python from
+#   EP_DEBIAN_SUITE    the Debian release of Python
 set -euo pipefail
 
 readonly prefix=$(readlink -m "${1:?usage: debian_python.sh PREFIX}")
@@ -25,12 +25,11 @@ unpack_packages 'debconf|dpkg|tzdata|media-types|netbase' \
 readonly root=$stage/root
 fit_programs "" "$root/usr/bin/$python"
 ln -s "../root/usr/bin/$python" "$stage/bin/$python"
-ln -s root/usr/lib "$stage/lib" # where a virtual environment looks for it
+ln -s root/usr/lib "$stage/lib" # virtual environments look for it here
 
-# Debian has pip as a wheel, which runs without installation. Python sees it
-# here as it sees any package.
+# Debian has pip as a wheel. Unpack it where Python finds packages.
 site=$root/usr/lib/python3/dist-packages
 mkdir -p "$site"
 python3 -m zipfile -e "$root"/usr/share/python-wheels/pip-*.whl "$site"
-rm -f "$root/usr/lib/$python/EXTERNALLY-MANAGED" # this prefix is nobody's system
+rm -f "$root/usr/lib/$python/EXTERNALLY-MANAGED" # apt does not manage the prefix
 finish "$prefix/bin/$python"

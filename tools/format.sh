@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Runs the hooks of .pre-commit-config.yaml on every file that git tracks. They
-# format files, and it fails if one of them had to.
+# Runs the hooks of .pre-commit-config.yaml on all tracked files. Fails if a hook
+# changes a file.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
@@ -12,5 +12,5 @@ if [[ ! -x $venv/bin/pre-commit ]]; then
   python3 -m venv "$venv"
   "$venv/bin/pip" install --quiet "pre-commit==$version"
 fi
-# Nothing imports most of what pip installs here: mypy only reads JAX.
+# No program imports most of these packages: mypy only reads JAX.
 PIP_COMPILE=0 exec "$venv/bin/pre-commit" run --all-files

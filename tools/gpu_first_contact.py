@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a step on GPUs and ends, in the way that gpu_first_contact.sh names.
+"""Runs one step on GPUs, then ends as gpu_first_contact.sh says.
 
 `ep.launch` starts the ranks.
 """
@@ -44,7 +44,7 @@ def main(end: str) -> None:
   if end == "finalized_twice":
     ep.ep_finalize(group)
     ep.ep_finalize(group)
-  elif end == "one_dies":  # the others must get an error, or be ended
+  elif end == "one_dies":  # the other ranks must fail or terminate
     if jax.process_index() == 1:
       os.kill(os.getpid(), signal.SIGKILL)
     _round_trip(group, tokens)
@@ -54,7 +54,7 @@ def main(end: str) -> None:
 
 
 def _round_trip(group: ep.EpGroup, tokens: jax.Array) -> None:
-  """Sends tokens to two experts and back, beside a psum; checks their sums."""
+  """Sends tokens to two experts and back, beside a psum; checks the result."""
   layer = ep.EpLayerConfig(group)
 
   def rank(tokens):

@@ -1,19 +1,18 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Answers seven questions about ep on a machine with GPUs. A question makes sense
-# only if the answers before it are good: do the libraries load and does their
-# compiler work, may ranks share a card, are the results right, also with command
-# buffers, in which streams do the ops run, what do they cost, and does every end
-# of a program end it? It takes at most 20 minutes on one Hopper card. Each step
-# has a time limit, and the next one runs whatever the result is. Run it in the
+# Tries ep on a machine with GPUs in seven steps: (1) libraries and compiler,
+# (2) ranks that share a GPU, (3) results, (4) results with command buffers,
+# (5) streams of the ops, (6) costs, (7) ways in which a program may end. A step
+# makes sense only if the steps before it pass, but all steps run. Each step has
+# a time limit; all take at most 20 minutes on one Hopper GPU. Run the script in the
 # root of the repository, with JAX installed:
 #
 #   EP_FFI_LIBRARY_PATH=<folder of libep_ffi_cuda.so> tools/gpu_first_contact.sh
 #
 # OUT       the folder of all logs (default: gpu_first_contact)
-# STEPS     which ones, "1 2 3" for instance (default: all)
-# PLATFORM  cpu tries the script without a GPU
+# STEPS     the steps to run, for instance "1 2 3" (default: all)
+# PLATFORM  cpu tests the script without a GPU
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
@@ -23,7 +22,7 @@ PLATFORM=${PLATFORM:-cuda}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export JAX_PLATFORMS=$PLATFORM PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-# NCCL EP compiles into a folder of this run, and logs what it compiles.
+# NCCL EP compiles into a folder of this run, and logs each kernel.
 export NCCL_EP_JIT_CACHE_DIR=${NCCL_EP_JIT_CACHE_DIR:-$OUT/jit} NCCL_EP_JIT_LOG=1
 QUIET=${XLA_FLAGS:-}
 failed=()
@@ -38,7 +37,7 @@ step() {
   local start=$SECONDS
   timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee -a "$log" | tail -n 15
   status=${PIPESTATUS[0]}
-  # If ep_bench skips a contender that it cannot run, it prints so and succeeds.
+  # If ep_bench cannot run a contender, it prints "skipped" and succeeds.
   grep -q '^skipped ' "$log" && status=skipped
   printf '== %s. %s: %s after %s s\n' "$number" "$name" \
     "$([[ $status == 0 ]] && echo passed || echo "FAILED ($status)")" \
@@ -46,11 +45,11 @@ step() {
   [[ $status == 0 ]] || failed+=("$number.$name")
 }
 
-# Prints the command of ranks on one card: ranks COUNT [program arguments...]
+# Prints the command of ranks on one GPU: ranks COUNT [program arguments...]
 ranks() {
   local count=$1
   shift
-  echo "$PYTHON" -m ep.launch "--num_processes=$count" \
+  echo "$PYTHON" -m ep launch "--num_processes=$count" \
     "--ranks_per_gpu=$count" "$@"
 }
 
@@ -60,7 +59,7 @@ OPS_TESTS="tests/ops/dispatch_test.py tests/ops/combine_test.py \
 
 : >"$OUT/summary.txt"
 step 1 60 card nvidia-smi
-step 1 120 libraries "$PYTHON" -m ep
+step 1 120 libraries "$PYTHON" -m ep check
 step 2 90 sharing_2 $(end 2 finalized_twice)
 step 2 90 sharing_4 $(end 4 finalized_twice)
 export XLA_FLAGS="$QUIET --xla_gpu_enable_command_buffer="
@@ -82,10 +81,10 @@ step 6 180 costs "$PYTHON" benchmarks/ep_bench.py --worlds=2x1 \
   --dtypes=bfloat16 --shapes=1024x4096x4x16 \
   --ops=dispatch,combine,dispatch_bwd,combine_bwd
 step 7 50 never_finalized $(end 2 never_finalized)
-# The survivors must fail, and before the time limit.
+# The survivors must fail before the time limit.
 step 7 50 one_dies bash -c "! $(end 2 one_dies)"
 
 printf '\n%s\n' "$(cat "$OUT/summary.txt")"
 printf 'The logs are in %s. ' "$OUT"
-echo "Results go to docs/gpu_results.md, also bad ones: device, driver, versions."
+echo "Add all results to docs/gpu_results.md, with device, driver and versions."
 [[ ${#failed[@]} == 0 ]]

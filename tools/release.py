@@ -6,11 +6,11 @@ Usage: release.py version
        release.py maintainers
        release.py entry FOLDER OWNER/REPO ARCHIVE
 
-`version` prints the version, which several files state, `notes` what
-CHANGELOG.md says of it, and `maintainers` whom a Bazel registry may ask about
-the module. `entry` writes what such a registry stores of the version to
-FOLDER/modules/jax_ep: the templates of .bcr, filled in. A release that is not
-ready is refused with a sentence.
+`version` prints the version, on which several files must agree. `notes` prints
+the section of CHANGELOG.md about the version. `maintainers` prints the
+maintainers for a Bazel registry. `entry` fills in the templates of .bcr and
+writes the entry of the version in a Bazel registry to FOLDER/modules/jax_ep.
+Each command fails with a message if the release is not ready.
 """
 
 import base64
@@ -24,7 +24,7 @@ import sys
 _ROOT = pathlib.Path(__file__).absolute().parent.parent
 
 
-# Where the version stands, of which each file has one.
+# The files with the version, and the pattern of its line.
 _VERSIONS = {
   "MODULE.bazel": r'^module\(\n    name = "jax_ep",\n    version = "(.*)",$',
   "ep/__init__.py": r'^__version__ = "(.*?)"',
@@ -36,7 +36,7 @@ def find_version(root: pathlib.Path = _ROOT) -> str:
   """Returns the version.
 
   Raises:
-    ValueError: the files that state it differ.
+    ValueError: the files differ.
   """
   found = {
     file: re.search(pattern, (root / file).read_text(), re.M)[1]
@@ -49,7 +49,7 @@ def find_version(root: pathlib.Path = _ROOT) -> str:
 
 
 def find_notes(changelog: str, version: str) -> str:
-  """Returns the section of a version, without its heading.
+  """Returns the changelog's section about a version, without its heading.
 
   Raises:
     ValueError: the changelog has no section of this version, an empty one, or
@@ -72,10 +72,10 @@ def find_notes(changelog: str, version: str) -> str:
 
 
 def find_maintainers(root: pathlib.Path = _ROOT) -> list[str]:
-  """Returns the names of those whom a Bazel registry may ask.
+  """Returns the names of the maintainers for a Bazel registry.
 
   Raises:
-    ValueError: there is none.
+    ValueError: there are none.
   """
   template = root / ".bcr" / "metadata.template.json"
   names = [m["name"] for m in json.loads(template.read_text())["maintainers"]]
@@ -90,7 +90,7 @@ def find_maintainers(root: pathlib.Path = _ROOT) -> list[str]:
 def write_entry(
   folder: pathlib.Path, repository: str, archive: pathlib.Path
 ) -> None:
-  """Writes the module's files of a Bazel registry, for the current version.
+  """Writes the entry of the current version in a Bazel registry.
 
   Args:
     folder: The root of the registry.

@@ -7,15 +7,15 @@
 #
 #   jax_ep-<version>-source.tar.gz  the source archive of HEAD; the same commit
 #                                   gives the same bytes
-#   *.whl, the sdist                the distributions for PyPI, those of //:all
-#   SHA256SUMS                      the checksums of these
-#   NOTES.md                        what CHANGELOG.md says of the version
+#   *.whl, the sdist                the distributions for PyPI from //:all
+#   SHA256SUMS                      the checksums of these files
+#   NOTES.md                        the section of CHANGELOG.md
 #   modules/                        with --registry, the entry of the module for
 #                                   a Bazel registry
 #
-# It publishes nothing. OWNER/REPO is the repository on GitHub whose release
-# v<version> will have the files. A release that is not ready is refused before
-# anything is built: release.py says what is missing.
+# The script publishes nothing. OWNER/REPO is the repository on GitHub whose
+# release v<version> will have the files. If the release is not ready, the script
+# fails before it builds anything; see release.py.
 set -euo pipefail
 
 readonly usage="usage: release.sh FOLDER OWNER/REPO [--registry]"
@@ -41,7 +41,7 @@ mkdir -p "$folder"
 git -c tar.umask=0022 archive --prefix="jax_ep-$version/" HEAD |
   gzip --best --no-name >"$archive"
 
-# A distribution is a folder with one file.
+# Each target builds a folder with one file.
 sources=https://github.com/$repository/blob/v$version
 distributions=$(./bazelw query 'kind("_distribution rule", //:all)')
 for target in $distributions; do

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Writes the lock files again from the requirements beside them. It needs uv
-# (pip install uv). A lock serves every Python version, by environment markers,
-# and contains no address of an index.
+# Updates the lock files from the requirements beside them. Needs uv
+# (pip install uv). A lock has environment markers for every Python version, and
+# no address of an index.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../third_party"
 

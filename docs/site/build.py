@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the site of the pages: build.py OUT.
 
-The pages are written for a code host, and Sphinx reads a copy of them in which
-three things differ:
+The pages are written for a code host. Sphinx reads a changed copy of them:
 
-* Pages that are where a code host wants them have places on the site.
+* README.md, docs/README.md and pages outside of docs/ get other paths.
 * A link to a file that is no page leads to the sources, if EP_SOURCE_URL is
-  their address (//docs:source_url). Otherwise its path stands there.
+  their address (//docs:source_url). Otherwise the path replaces the link.
 * A list of names in docs/reference becomes the docstrings of these names, and
   the page begins with a line for each function and class.
 
@@ -31,7 +30,7 @@ import ep
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 
-# The pages whose places on the site are not those in docs/.
+# Pages and their paths on the site, if these are not their paths in docs/.
 _ELSEWHERE = {
   "README.md": "index.md",
   "docs/README.md": "use.md",
@@ -41,13 +40,13 @@ _ELSEWHERE = {
 }
 
 _CONTENTS = """
-Start: use tutorial choices
+Start: use install tutorial choices
 How to: howto/train howto/clusters howto/other_frameworks howto/replay \
 howto/without_accelerators howto/test_a_transport
 The layer: moe router training planner sharp_bits errors
 Reference: reference/ep reference/moe reference/presets reference/launch \
 reference/quant reference/lax reference/debug reference/testing
-Design: semantics architecture performance gpu gpu_results bazel
+Design: semantics architecture performance gpu gpu_results
 The project: versions changelog contributing security
 """
 
@@ -65,7 +64,7 @@ def main(out: str) -> int:
 
 
 def copy_pages(folder: pathlib.Path) -> None:
-  """Writes what Sphinx reads."""
+  """Writes the changed pages and the images to a folder, for Sphinx."""
   paths = [path.relative_to(_ROOT) for path in _ROOT.glob("docs/**/*.md")]
   places = {str(path): str(path.relative_to("docs")) for path in paths}
   places |= _ELSEWHERE
@@ -85,7 +84,7 @@ def copy_pages(folder: pathlib.Path) -> None:
 
 
 def _link(link: re.Match, path: str, places: dict[str, str]) -> str:
-  """Returns a link of the page `path` as it is on the site."""
+  """Returns the link on the site for a link of the page `path`."""
   target, hash_, anchor = link["target"].partition("#")
   if not target:
     return link[0]
@@ -104,7 +103,7 @@ def _link(link: re.Match, path: str, places: dict[str, str]) -> str:
 
 
 def _find(name: str) -> tuple[Any, Any]:
-  """Returns what a public name stands for, and its class or module."""
+  """Returns the class or module of a public name, and its value."""
   owner, value = None, ep
   for part in name.split(".")[1:]:
     owner, value = value, getattr(value, part)
@@ -112,7 +111,7 @@ def _find(name: str) -> tuple[Any, Any]:
 
 
 def _summary(text: str) -> str:
-  """Returns a list of a page's functions and classes, with a line of each."""
+  """Returns a line for each function and class of a page."""
   lines = [
     f"* :py:obj:`{name}`: {inspect.getdoc(value).partition(chr(10))[0]}"
     for name in _NAME.findall(text)
@@ -135,7 +134,7 @@ def _docstring(name: str) -> str:
 
 
 def _contents() -> Iterator[str]:
-  """Yields the tables of contents that the front page ends with."""
+  """Yields the tables of contents for the end of the front page."""
   for line in _CONTENTS.strip().splitlines():
     caption, _, pages = line.partition(": ")
     yield f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n"

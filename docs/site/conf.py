@@ -13,7 +13,7 @@ html_show_copyright = False
 html_show_sphinx = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
-myst_heading_anchors = 4  # a code host gives these anchors, too
+myst_heading_anchors = 4  # as on a code host
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
@@ -25,21 +25,20 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 
-# Code stays as it is; the rest has characters that reStructuredText would read
-# as markup.
+# Code, and characters that reStructuredText would read as markup.
 _MARKUP = re.compile(
   r"(?<!`)`([^`]+)`(?!`)|(\S\*|\*(?=\S)|\||_\b(?!\w)|\b[A-Z]\.)"
 )
 
 
 def setup(app):
-  # Napoleon, with the default priority of 500, reads what this has written.
+  # Napoleon, with the default priority of 500, runs after this.
   app.connect("autodoc-process-docstring", _to_rest, priority=400)
   app.connect("autodoc-process-signature", _signature)
 
 
 def _signature(app, what, name, obj, options, signature, returns):
-  """Leaves out the signature of a class that users do not make."""
+  """Removes the signature of a class that users do not construct."""
   if what == "class" and "Args:" not in (obj.__doc__ or ""):
     return "", returns
   return None
@@ -47,7 +46,7 @@ def _signature(app, what, name, obj, options, signature, returns):
 
 def _to_rest(app, what, name, obj, options, lines):
   """Rewrites a docstring, which is Markdown, as reStructuredText."""
-  if what == "data":  # the docstring is that of its type
+  if what == "data":  # its docstring is its type's
     lines.clear()
   written, prose = [], []
   margin, code = 0, None  # indentation of the prose, and of a block of code

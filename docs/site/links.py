@@ -26,13 +26,13 @@ def change(page: str, new: Callable[[re.Match[str]], str]) -> str:
 
 
 def make_absolute(page: str, name: str, source_url: str) -> str:
-  """Returns a page whose links work wherever it is shown.
+  """Returns a page whose links work on any site.
 
   Args:
-    page: a page in the root of the repository.
-    name: of the page.
+    page: text of a page in the root of the repository.
+    name: name of the page.
     source_url: the address of the sources, https://host/name/blob/tag. If it is
-      empty, there are no links, but only their texts, and no images.
+      empty, texts replace links, and images are removed.
   """
 
   def link_to_sources(link: re.Match[str]) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the picture of the layout: ./bazelw run //docs:pictures.
+"""Draws docs/images/layout.svg: ./bazelw run //docs:pictures.
 
-It shows the worked example of docs/semantics.md, placed by the reference.
-tests/repository/pages_test.py requires that docs/images has what it draws.
+The picture shows the worked example of docs/semantics.md. The reference assigns
+the slots. tests/repository/pages_test.py compares the file with the drawing.
 """
 
 import os
@@ -12,7 +12,7 @@ import numpy as np
 
 from ep._src.ops import reference
 
-# Okabe and Ito's colors, which people with any color vision can tell apart.
+# Okabe and Ito's colors, which color-blind people can distinguish.
 _BLUE, _ORANGE, _GREEN, _PINK = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 _COLORS = _BLUE, _ORANGE, _GREEN, _PINK
 _INK, _GRAY, _PALE = "#222", "#888", "#e4e4e4"
@@ -63,10 +63,14 @@ def layout() -> Svg:
   """Draws dispatch and combine of the worked example."""
   topk_idx = np.array([[[0, 2], [0, 3]], [[0, 1], [2, -1]]])
   routing = reference.prepare(topk_idx, num_experts=4, capacity=10, alignment=2)
-  svg = Svg(640, 372, "Tokens of two ranks, sorted into the slabs of experts")
+  svg = Svg(640, 372, "Tokens of two ranks, sorted into expert segments")
   cell, left, middle, right = 22, 30, 270, 530
   tops = 64, 226  # of the ranks
-  for x, title in (left, "tokens"), (middle, "slabs"), (right, "results"):
+  for x, title in (
+    (left, "tokens"),
+    (middle, "expert segments"),
+    (right, "results"),
+  ):
     svg.text(x, 24, title, font_weight="bold")
   svg.text(195, 24, "ep_dispatch", "middle", _GRAY)
   svg.text(455, 24, "ep_combine", "middle", _GRAY)
@@ -81,7 +85,7 @@ def layout() -> Svg:
     for x in left, middle, right:
       svg.text(x, top - 10, f"rank {rank}", fill=_GRAY)
     rows = int(routing.group_sizes[rank].sum())
-    for row in range(rows):  # padding, where no token comes
+    for row in range(rows):  # padding, which tokens then cover
       svg.rect(middle, slot_y(rank, row), 80, cell - 3, _PALE)
     offset = 0
     for local, size in enumerate(routing.group_sizes[rank].tolist()):
@@ -111,7 +115,7 @@ def layout() -> Svg:
     svg.text(right + 45, y + 17, f"sum of {name}", "middle", "#fff")
   svg.text(left, 358, "a: 0, 2 is a token and the experts that it chose.")
   svg.rect(middle + 90, 346, 28, 16, _PALE)
-  svg.text(middle + 126, 358, "pads a slab to a multiple of 2.")
+  svg.text(middle + 126, 358, "pads a segment to a multiple of 2.")
   return svg
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints versions, and which backends can run here: python -m ep check.
+"""Prints versions and usable backends: python -m ep check.
 
-The exit code is 0 if the default backend can run.
+The exit code is 0 if the default backend can run on this machine.
 """
 
 import argparse
@@ -22,14 +22,15 @@ _DISTRIBUTION = "jax-ep"
 
 
 def main(args: list[str]) -> int:
-  """Prints the report, and returns the exit code."""
+  """Prints the report; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m ep check",
-    description="Prints installed versions, and backends that can run here.",
+    description="Prints installed versions and usable backends.",
   )
   parser.parse_args(args)
   folder = pathlib.Path(__file__).parent.parent
-  for other in other_distributions():
+  owners = importlib.metadata.packages_distributions().get("ep", [])
+  for other in sorted({*owners} - {_DISTRIBUTION}):
     print(
       f'WARNING: the distribution "{other}" also has a package ep. The one that'
       " was installed last has overwritten files of the other, and to uninstall"
@@ -54,10 +55,10 @@ def main(args: list[str]) -> int:
     print(f"JAX has no devices here: {e}")
     return 1
   print(f"devices of this process: {len(devices)} x {devices[0].device_kind}")
-  outcomes = {name: outcome(name) for name in BACKENDS}
+  outcomes = {name: _probe(name) for name in BACKENDS}
   default = NATIVE.get(devices[0].platform, "xla")
   if isinstance(outcomes[default], CannotServe):
-    default = "xla"  # as ep_bootstrap chooses
+    default = "xla"  # ep_bootstrap does the same
   for name, found in outcomes.items():
     label = f"{name:4} {'(the default) ' if name == default else ''}"
     if isinstance(found, Exception):
@@ -68,14 +69,8 @@ def main(args: list[str]) -> int:
   return 1 if isinstance(outcomes[default], Exception) else 0
 
 
-def other_distributions() -> list[str]:
-  """Returns the names of other distributions that have a package `ep`."""
-  found = importlib.metadata.packages_distributions().get("ep", [])
-  return sorted(set(found) - {_DISTRIBUTION})
-
-
-def outcome(name: str) -> str | Exception:
-  """Returns what a backend would run on here, or why it cannot run."""
+def _probe(name: str) -> str | Exception:
+  """Returns the hardware that a backend would use, or why it cannot run."""
   try:
     return BACKENDS[name].probe()
   except (OSError, RuntimeError, ValueError) as e:

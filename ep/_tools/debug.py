@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the routing of a step, before any exchange."""
+"""plot_routing: draws the routing of a step, before any exchange."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 import pathlib
-from typing import Any
 import warnings
 
 import jax
@@ -16,28 +15,26 @@ import numpy as np
 from ep._src.group.group import EpLayerConfig
 from ep._tools.records import expert_loads
 
-_COLUMNS, _LINES, _BAR = 64, 32, 56  # characters of a picture in text
+_COLUMNS, _LINES, _BAR = 64, 32, 56  # of a text picture, in characters
 _SHADES = " .:-=+*#%@"
-
-_ONE_DOMAIN: Any = None  # until `RoutingSizes` resolves it
 
 
 @dataclasses.dataclass(frozen=True)
 class RoutingSizes:
-  """The sizes of a layer that a picture needs, without a group.
+  """The sizes that `plot_routing` needs, for a layer without a group.
 
   Attributes:
     num_experts: E.
     ep_size: P, a divisor of E.
-    num_ranks: R, a multiple of P; None: P, i.e. one domain.
-    alignment: rows to a multiple of which each expert's slab is padded.
-    capacity: C, rows that a rank can receive; None: no limit is drawn.
-    name: the name of the layer, for the title.
+    num_ranks: R, a multiple of P; None means P, i.e. one EP domain.
+    alignment: each expert's segment of rows is padded to a multiple of this.
+    capacity: C, rows that a rank can receive; None draws no limit.
+    name: the title of the picture.
   """
 
   num_experts: int
   ep_size: int
-  num_ranks: int = _ONE_DOMAIN
+  num_ranks: int = None  # type: ignore[assignment]  # __post_init__ sets it
   alignment: int = 1
   capacity: int | None = None
   name: str = "routing"
@@ -60,33 +57,31 @@ def plot_routing(
 ) -> str:
   """Draws how often each rank chooses each expert, and the load of each rank.
 
-  The picture is a heat map of the choices by expert and source rank, and a bar
-  for the rows that each rank should receive, padding included, beside its
-  capacity:
-
       print(ep.debug.plot_routing(layer, topk_idx))            # as text
       ep.debug.plot_routing(layer, topk_idx, "routing.png")    # as a picture
 
-  It needs no exchange and no devices: a routing that was saved can be drawn
-  anywhere, with `RoutingSizes` in place of the layer.
+  A heat map shows the number of choices by expert and source rank. Below it, a
+  bar for each rank shows the rows that it should receive, padding included,
+  and its capacity. The function needs no exchange and no devices: with
+  `RoutingSizes` instead of the layer, it draws a saved routing anywhere.
 
   Args:
     layer_or_sizes: an `EpLayerConfig`, or the same sizes without a group.
-    topk_idx: integers [R * n, ..., K] of the global view, with values: ids in
-      -1..E-1 of the n * ... tokens of each of the R ranks. Domains, of P
-      consecutive ranks, are drawn below each other.
-    path: a PNG to write, with matplotlib. Where that is not installed, the text
-      is written instead, to `path` with the suffix ".txt", with a warning.
+    topk_idx: integers [R * n, ..., K] in the global view, not traced: expert
+      ids in -1..E-1 for the tokens of R ranks. EP domains (P consecutive
+      ranks) are drawn below each other.
+    path: a PNG to write with matplotlib. Without matplotlib, the function warns
+      and writes the text to `path` with the suffix ".txt".
 
   Returns:
-    The picture as text, of at most 80 columns. If there are more than 64
-    experts or 32 ranks, neighbours share a column or a line: their choices are
-    added, and the largest of their loads is shown.
+    The picture as text, at most 80 columns wide. With more than 64 experts or
+    32 ranks, neighbours share a column or a line, which shows the sum of their
+    choices and the largest of their loads.
 
   Raises:
     TypeError: `topk_idx` is being traced.
-    ValueError: its shape or an id does not fit, or other processes hold a part
-      of it.
+    ValueError: its shape or an id does not fit, or `topk_idx` is not fully
+      addressable by this process.
   """
   num_tokens = math.prod(np.shape(topk_idx)[:-1])
   sizes = _sizes(layer_or_sizes, num_tokens)
@@ -94,7 +89,7 @@ def plot_routing(
     "plot_routing", topk_idx, sizes.num_experts, sizes.num_ranks
   )
   tokens = expert_loads.received(choices, sizes.ep_size)
-  rows = expert_loads.slabs(tokens, sizes.alignment).sum(axis=1)
+  rows = expert_loads.padded(tokens, sizes.alignment).sum(axis=1)
   text = _as_text(sizes, choices, rows)
   if path is not None:
     try:

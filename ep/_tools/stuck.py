@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says which ranks wait, for whom, and what the others do: python -m ep stuck.
+"""Says which ranks of a hanging job wait for which: python -m ep stuck.
 
     python -m ep stuck         # all runs of this user on this host
-    python -m ep stuck 4242    # the part of one process
+    python -m ep stuck 4242    # one process
 
-For each group of the backend "host" it prints which ranks wait in which op of
-which layer and step, for how long and for whom; of every other rank the last
-op; and the Python stacks of the process of a rank that has been in no op for a
-second. The processes need not answer for it, but for the stacks: engines of
-groups publish what they do at least once per second, and a process that can run
-writes its stacks when it is asked to.
+For each group of the backend "host" it prints:
 
-Of processes whose groups have another backend it prints the stacks alone.
+* the ranks that wait: in which op, layer and step, for how long, for which rank
+* the last op of every other rank
+* the Python stacks of a process with a rank that has been in no op for a second
 
-What it reads may be of any process of this user, so nothing in it is trusted.
-This file needs neither JAX nor the rest of the package.
+The native engine of each group publishes its state at least once per second, in
+an anonymous file, so the report needs no answer from the processes. Only the
+stacks do: a signal asks the process to write them. For groups of other
+backends, the command prints only the stacks.
+
+Any process of this user can publish such a file, so the command does not trust
+their contents. This file imports neither JAX nor the rest of the package, so on
+a busy machine one can also run it as a program.
 """
 
 from __future__ import annotations
@@ -30,27 +33,28 @@ import pathlib
 import re
 import signal
 import struct
+import sys
 import time
 import typing
 from typing import Any, BinaryIO, TypeVar
 
-_HEADER = struct.Struct("=8sQQQQ")  # shared_text.h explains it
-_MAX_BYTES = 1 << 26  # of a text
-_IDLE_S = 1.0  # A rank that has been in no op for so long is asked why.
-_ANSWER_S = 0.6  # for stacks
-_QUIET_S = 0.05  # Stacks to which nothing came for so long are complete.
-_OLD_S = 3.0  # Processes that run publish more often.
+_HEADER = struct.Struct("=8sQQQQ")  # see shared_text.h
+_MAX_BYTES = 1 << 26  # of a state, or of stacks
+_IDLE_S = 1.0  # asks for the stacks of a rank after this time without an op
+_ANSWER_S = 0.6  # waits for stacks
+_QUIET_S = 0.05  # takes stacks as complete after this time without new bytes
+_OLD_S = 3.0  # reports the age of an older state
 _Class = TypeVar("_Class")
 
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-  """An op in which ranks wait."""
+  """An op in which ranks wait. All times are of time.monotonic()."""
 
   op: str
   waiting: str  # the ranks
   missing: str
-  since: float  # of time.monotonic(), here as elsewhere
+  since: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +62,18 @@ class Other:
   """A rank of the process that does not wait."""
 
   rank: str
-  last: str  # its last op; "" if it has run none
+  last: str  # its last op, or ""
   since: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """What a process knew of one of its groups at a time."""
+  """The state of a group, as one process published it."""
 
-  pid: int  # as the process itself sees it
+  pid: int  # in the process's own namespace
   time: float
   group: str
-  job: str  # equal on all processes of a run, if it has several
+  job: str  # equal on all processes of a run; "" for a single process
   process: int
   waits: tuple[Wait, ...]
   others: tuple[Other, ...]
@@ -77,7 +81,7 @@ class Record:
 
   @classmethod
   def parse(cls, text: bytes) -> Record:
-    """Reads a record; raises `ValueError` if it is none."""
+    """Reads a record; raises `ValueError` if the text is not one."""
     try:
       fields = json.loads(text)
     except RecursionError as e:
@@ -96,12 +100,12 @@ class Process:
 
   pid: int
   records: tuple[Record, ...]
-  faults: tuple[str, ...]  # why other records cannot be read
-  stacks: tuple[str, int] | None  # the path of the file, and the signal
+  faults: tuple[str, ...]  # errors of unreadable records
+  stacks: tuple[str, int] | None  # path of the file for stacks, and the signal
 
 
 def _read(cls: type[_Class], fields: Any, **known: Any) -> _Class:
-  """Returns an object of a dataclass, whose other values `fields` has."""
+  """Makes a dataclass from `known` values, and others from `fields`."""
   for name, kind in typing.get_type_hints(cls).items():
     if name not in known:
       known[name] = _value(fields, name, kind)
@@ -109,7 +113,7 @@ def _read(cls: type[_Class], fields: Any, **known: Any) -> _Class:
 
 
 def _value(fields: Any, name: str, kind: type) -> Any:
-  """Returns a value of this type; raises `ValueError` if there is none."""
+  """Returns a value; raises `ValueError` unless it has exactly this type."""
   value = fields.get(name) if isinstance(fields, dict) else None
   if type(value) is not kind:
     raise ValueError(f'it has no field "{name}" that is a {kind.__name__}')
@@ -119,18 +123,18 @@ def _value(fields: Any, name: str, kind: type) -> Any:
 
 
 def _printable(text: str) -> str:
-  """Returns a text that does not control a terminal."""
+  """Replaces control characters, which could control the user's terminal."""
   return "".join(c if c.isprintable() else "?" for c in text)
 
 
-# ---- What processes have published
+# ---- Published states
 
 
 def find(pids: Iterable[int]) -> list[Process]:
-  """Returns those of the processes that have groups."""
+  """Returns the processes that have groups."""
   found = []
   for pid in pids:
-    with contextlib.suppress(OSError):  # it ends, or is not to be seen
+    with contextlib.suppress(OSError):  # it has ended, or is not readable
       if (process := _read_process(pid)) is not None:
         found.append(process)
   return found
@@ -146,13 +150,15 @@ def own_pids() -> Iterator[int]:
 
 def _read_process(pid: int) -> Process | None:
   records, faults, stacks = [], [], None
-  inside = _pid_inside(pid)  # A forked child has what is of its parent.
+  # The id in the process's own namespace. A forked child inherits the files of
+  # its parent, which contain the parent's id.
+  inside = int((_status(pid, "NSpid") or str(pid)).split()[-1])
   for entry in os.scandir(f"/proc/{pid}/fd"):
     if _is_memory(entry.path, "ep_status"):
       try:
         record = Record.parse(_read_text(entry.path))
       except OSError:
-        continue  # the group has ended meanwhile
+        continue  # the group was closed
       except ValueError as e:
         faults.append(_printable(str(e)))
         continue
@@ -170,11 +176,11 @@ def _is_memory(path: str, name: str) -> re.Match[str] | None:
   try:
     return re.fullmatch(rf"/memfd:{name} \(deleted\)", os.readlink(path))
   except OSError:
-    return None  # it is closed meanwhile
+    return None  # the file was closed
 
 
 def _read_text(path: str) -> bytes:
-  """Returns the last text at a path; raises `ValueError` if there is none."""
+  """Returns the last published text; raises `ValueError` if there is none."""
   file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
   try:
     for _ in range(100):
@@ -189,7 +195,7 @@ def _read_text(path: str) -> bytes:
         raise ValueError(f"it has {size} bytes in a buffer of {max_bytes}")
       at = _HEADER.size + number % 2 * max_bytes
       text = os.pread(file, size, at)
-      if os.pread(file, 16, 0) == header[:16]:  # was not changed meanwhile
+      if os.pread(file, 16, 0) == header[:16]:  # it did not change meanwhile
         return text
     raise ValueError("it changes too fast")
   finally:
@@ -204,11 +210,6 @@ def _status(pid: int, name: str) -> str:
   text = pathlib.Path(f"/proc/{pid}/status").read_text()
   match = re.search(rf"^{name}:\s*(.*)$", text, re.MULTILINE)
   return match[1] if match else ""
-
-
-def _pid_inside(pid: int) -> int:
-  """Returns the number of a process in its own namespace."""
-  return int((_status(pid, "NSpid") or str(pid)).split()[-1])
 
 
 def _is_stopped(pid: int) -> bool:
@@ -232,7 +233,7 @@ class _Request:
     self._refusal = self._ask(process)
 
   def _ask(self, process: Process) -> str:
-    """Sends the request; returns why it cannot be sent, or ""."""
+    """Sends the signal; returns "", or why the process cannot answer."""
     if _is_stopped(process.pid):
       return (
         "it is stopped, by SIGSTOP or a debugger, and cannot show its stacks;"
@@ -244,12 +245,13 @@ class _Request:
         f" signal; try py-spy dump --pid {process.pid}"
       )
     path, number = process.stacks
-    handle = os.pidfd_open(process.pid)  # of this process, whatever follows it
+    # A pidfd never names a later process with the same id.
+    handle = os.pidfd_open(process.pid)
     try:
       if not int(_status(process.pid, "SigCgt"), 16) >> (number - 1) & 1:
         return f"it does not catch the signal {number} any more"
       file = os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC), "r+b", 0)
-      # The process may have closed its file and opened another meanwhile.
+      # Meanwhile the descriptor's number may have become another file.
       if not _is_memory(f"/proc/self/fd/{file.fileno()}", r"ep_stacks_\d+_\d+"):
         return "it has closed the file for its stacks"
       try:
@@ -264,11 +266,11 @@ class _Request:
     return ""
 
   def size(self) -> int:
-    """Returns the bytes that have come; 1 if there will be none."""
+    """Returns the number of bytes written so far; 1 without a request."""
     return os.fstat(self._file.fileno()).st_size if self._file else 1
 
   def answer(self) -> str:
-    """Returns the stacks, or why there are none. To be called once."""
+    """Returns the stacks, or why there are none. Call it once."""
     if not self._file:
       return self._refusal
     with self._file as file:
@@ -281,26 +283,23 @@ class _Request:
 
 
 def _request(process: Process) -> _Request | None:
-  """Asks for stacks if they may say why others wait."""
-  try:
-    if _is_idle(process) or _is_stopped(process.pid):
-      return _Request(process)
-  except (OSError, ValueError):
-    pass  # it has ended
-  return None
-
-
-def _is_idle(process: Process) -> bool:
+  """Asks an idle or stopped process for its stacks."""
   now = time.monotonic()
-  return not process.records or any(
+  is_idle = not process.records or any(
     now - other.since > _IDLE_S
     for record in process.records
     for other in record.others
   )
+  try:
+    if is_idle or _is_stopped(process.pid):
+      return _Request(process)
+  except (OSError, ValueError):
+    pass  # the process has ended
+  return None
 
 
 def _wait_for(requests: Iterable[_Request]) -> None:
-  """Waits until all answers are complete, but not too long."""
+  """Waits until all answers are complete, at most `_ANSWER_S`."""
   deadline = time.monotonic() + _ANSWER_S
   sizes: list[int] = []
   while time.monotonic() < deadline:
@@ -314,7 +313,7 @@ def _wait_for(requests: Iterable[_Request]) -> None:
 
 
 def _groups(processes: list[Process]) -> list[list[tuple[int, Record]]]:
-  """Returns the records of each group, with the processes that have them."""
+  """Returns, for each group, its records and their process ids."""
   groups: dict[tuple[str, str], list[tuple[int, Record]]] = {}
   for process in processes:
     for record in process.records:
@@ -339,7 +338,8 @@ def _lines_of_group(records: list[tuple[int, Record]]) -> Iterator[str]:
 
 
 def _lines_of_records(records: list[Record]) -> Iterator[str]:
-  waits: dict[tuple[str, str, str], float] = {}  # Each process knows of most.
+  # Several processes report the same wait.
+  waits: dict[tuple[str, str, str], float] = {}
   for record in records:
     for wait in record.waits:
       key = wait.op, wait.waiting, wait.missing
@@ -355,7 +355,7 @@ def _lines_of_records(records: list[Record]) -> Iterator[str]:
 
 
 def report(processes: list[Process]) -> Iterator[str]:
-  """Yields the lines of the report about some processes."""
+  """Yields the lines of the report."""
   requests = {p.pid: r for p in processes if (r := _request(p))}
   for records in _groups(processes):
     yield from _lines_of_group(records)
@@ -379,23 +379,23 @@ def report(processes: list[Process]) -> Iterator[str]:
 
 
 def _number(text: str) -> str:
-  """Returns a text that has decimal digits only."""
+  """Checks that a text has decimal digits only."""
   if not text.isdecimal():
     raise argparse.ArgumentTypeError(f"{text!r} is no process id")
   return text
 
 
 def main(args: list[str]) -> int | str:
-  """Prints the report; returns the exit code, or what is wrong."""
+  """Prints the report; returns the exit code, or an error text."""
   parser = argparse.ArgumentParser(
     prog="python -m ep stuck",
-    description="Says which ranks wait, for whom, and what the others do.",
+    description="Says which ranks of a hanging job wait for which.",
   )
   parser.add_argument(
     "pid",
     nargs="?",
     type=_number,
-    help="of a process; by default all runs of this user on this host",
+    help="process id; by default all runs of this user on this host",
   )
   pid = parser.parse_args(args).pid
   if not hasattr(os, "pidfd_open") or not os.path.exists("/proc/self/fd"):
@@ -417,3 +417,7 @@ def main(args: list[str]) -> int | str:
   for line in report(processes):
     print(line)
   return 0
+
+
+if __name__ == "__main__":  # without JAX, whose import takes a second
+  sys.exit(main(sys.argv[1:]))

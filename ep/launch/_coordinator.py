@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs JAX's coordination service: coordinator.py ADDRESS PROCESSES.
 
-By default JAX runs the service in rank 0, and when rank 0 dies, JAX aborts all
-other ranks before they can report what they saw. This service outlives every
-rank. It differs from JAX's own in two ways, which survivors of a death need:
+By default JAX runs the service in rank 0. When rank 0 dies, JAX aborts all
+other ranks before they can report an error. This service outlives every rank,
+and differs from the default in two ways:
 
-* It never declares a rank dead, because JAX would abort all others then.
-* A rank that ends waits for no other: one that died would never come.
+* It never declares a rank dead, because JAX would then abort all other ranks.
+* A rank that ends does not wait for the others, which may have died.
 
-Otherwise barriers and keys are JAX's. JAX's option `recoverable` does the same
-and more: a barrier that has failed begins again for each rank that comes late.
+JAX's option `recoverable` would also restart a failed barrier for each late
+rank.
 
-This program does not import JAX, which would take a second of every launch.
+This program does not import JAX, which would add a second to every launch.
 """
 
 import signal
@@ -19,8 +19,7 @@ import sys
 
 from jaxlib import _jax
 
-# Seconds without a sign of life, after which a rank is dead to JAX.
-_NEVER_S = 10**9
+_NEVER_S = 10**9  # the timeout after which JAX declares a rank dead
 
 
 def main(address: str, num_processes: str) -> None:
@@ -30,7 +29,7 @@ def main(address: str, num_processes: str) -> None:
     heartbeat_timeout=_NEVER_S,
     shutdown_timeout=0,
   )
-  while service:  # until the launcher ends this
+  while service:  # until the launcher kills this process
     signal.pause()
 
 

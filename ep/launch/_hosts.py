@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins the launchers of several hosts, which start and end together.
+"""Connects the launchers of several hosts, which start and end together.
 
-Host 0 listens at the coordinator's address, and the others connect to it. A
-line of JSON says what a host is to start, another that all have come, or what
-is wrong, and a last one how a host ended. The system notices a launcher that
-has died, and a host that no packet reaches.
+Host 0 listens at the coordinator's address, and the others connect to it. All
+messages are lines of JSON. Each host sends its arguments; host 0 answers with
+an error, or with "" when all hosts have connected; and each host finally sends
+its exit code. TCP reports a launcher that has died, and, by keepalive probes, a
+host that is out of reach.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ import time
 from typing import Any
 
 _RETRY_S = 0.2
-_HELLO_S = 5.0  # until a launcher that has connected says who it is
-_PROBE_S, _PROBES = 5, 2  # a host that misses these is out of reach
+_HELLO_S = 5.0  # limit for the first message of a connected launcher
+_PROBE_S, _PROBES = 5, 2  # a host that misses these probes is out of reach
 
 
 class Host:
-  """The launcher of another host, watched like a process of this one."""
+  """The launcher of another host, with the interface of a local `Process`."""
 
   def __init__(self, name: str, connection: socket.socket):
     self.name = name
     self.code: int | None = None  # None while it runs
-    self.end = ""  # how it ended, unless well
+    self.end = ""  # describes a failure
     self.ended_at = 0.0
-    self.cause = ""  # is in its log
-    self.where = ""  # is its log, on its own host
+    # The other host prints these two.
+    self.cause = ""
+    self.where = ""
     self._is_told = False
     self._connection = connection
     self._lines = connection.makefile("rb")
@@ -42,17 +44,17 @@ class Host:
       ("TCP_KEEPCNT", _PROBES),
       ("TCP_USER_TIMEOUT", 1000 * _PROBE_S * (1 + _PROBES)),
     ]:
-      if hasattr(socket, option):  # it is Linux
+      if hasattr(socket, option):  # on Linux
         level = socket.IPPROTO_TCP
         connection.setsockopt(level, getattr(socket, option), value)
 
   @property
   def was_alone(self) -> bool:
-    """Whether a rank there ended well before it joined the others."""
+    """Whether a rank of the host exited with 0 before it joined the others."""
     return self.code == 0 and self.end != ""
 
   def running(self) -> bool:
-    """Returns whether it runs; when it has ended, sets how and when."""
+    """Returns whether the host runs; sets `code`, `end` and `ended_at`."""
     connection = self._connection
     if self.code is None and select.select([connection], [], [], 0)[0]:
       try:
@@ -68,21 +70,21 @@ class Host:
     return []
 
   def tell(self, code: int, end: str) -> None:
-    """Tells it how this launcher ends, unless it was told before."""
+    """Sends the result of this launcher, once."""
     if not self._is_told:
       self._is_told = True
       self.send([code, end])
 
   def send(self, message: Any) -> None:
-    with contextlib.suppress(OSError):  # `running` will notice
+    with contextlib.suppress(OSError):  # `running` reports the error
       self._connection.sendall(json.dumps(message).encode() + b"\n")
 
   def receive(self, timeout_s: float | None = None) -> Any:
     """Returns the next message.
 
     Raises:
-      ValueError: there is none, or it is no message of a launcher.
-      OSError: the host is out of reach, or the time is over.
+      ValueError: the connection is closed, or the message is not JSON.
+      OSError: the host is out of reach, or the timeout has passed.
     """
     self._connection.settimeout(timeout_s)
     return json.loads(self._lines.readline())
@@ -99,22 +101,21 @@ def join(
   common: Mapping[str, int],
   timeout_s: float,
 ) -> list[Host]:
-  """Returns the launchers that this one talks to, when all have come.
+  """Waits for all hosts; returns the launchers that this one talks to.
 
-  Host 0 talks to all, and the others to host 0. The `stack` closes them.
+  Host 0 talks to all others, and each of them to host 0.
 
   Args:
-    stack: of contexts.
-    host_id: the number of this host.
-    coordinator: the address of host 0 and a port, as host:port.
-    common: arguments by name, which must be equal on all hosts. "num_hosts" is
-      one of them.
-    timeout_s: until then all must have come.
+    stack: closes the connections.
+    host_id: the index of this host.
+    coordinator: an address of host 0 and a port, as host:port.
+    common: arguments by name that must be equal on all hosts, with "num_hosts".
+    timeout_s: the limit for all hosts to connect.
 
   Raises:
-    RuntimeError: on every host that has come, if they do not fit together or
-      not all have come.
-    ValueError: the coordinator's address is not one.
+    RuntimeError: on every connected host, if the hosts do not fit together or
+      not all have connected.
+    ValueError: the coordinator's address is invalid.
   """
   name, _, port = coordinator.rpartition(":")
   try:
@@ -169,8 +170,8 @@ def _gather(
   end: float,
   timeout_s: float,
 ) -> list[Host]:
-  """Returns the other hosts, when all have connected to this one."""
-  came: dict[int, Host] = {}
+  """Waits until all other hosts have connected to host 0."""
+  joined: dict[int, Host] = {}
   wrong = ""
   at = f"{address[0]}, port {address[1]}"
   try:
@@ -181,12 +182,12 @@ def _gather(
       " is an address of the host whose --host_id is 0, with a free port."
     ) from e
   with server:
-    while not wrong and len(came) < common["num_hosts"] - 1:
+    while not wrong and len(joined) < common["num_hosts"] - 1:
       server.settimeout(max(end - time.monotonic(), 0.001))
       try:
         connection, (ip, *_) = server.accept()
       except TimeoutError:
-        late = set(range(1, common["num_hosts"])) - came.keys()
+        late = set(range(1, common["num_hosts"])) - joined.keys()
         wrong = (
           f"of {common['num_hosts']} hosts these did not come to host 0 at"
           f" {at}, within {timeout_s:g} s: {', '.join(map(str, sorted(late)))};"
@@ -198,27 +199,27 @@ def _gather(
         theirs = host.receive(_HELLO_S)
         number = theirs.pop("host_id")
       except (OSError, ValueError, KeyError, AttributeError):
-        continue  # no launcher
+        continue  # not a launcher
       wrong = _difference(common, number, theirs)
-      if number in came:
+      if number in joined:
         wrong = (
-          f"{came[number].name} and host {ip} were both started with"
-          f" --host_id={number}; each host needs a number of its own."
+          f"{joined[number].name} and host {ip} were both started with"
+          f" --host_id={number}; each host needs another number."
         )
         host.send(wrong)
       host.name = f"host {number} ({ip})"
-      came.setdefault(number, host)
-  for host in came.values():
+      joined.setdefault(number, host)
+  for host in joined.values():
     host.send(wrong)
   if wrong:
     raise RuntimeError(f"ep.launch: {wrong}")
-  return list(came.values())
+  return list(joined.values())
 
 
 def _difference(
   common: Mapping[str, int], number: int, theirs: Mapping[str, int]
 ) -> str:
-  """Returns the first difference between host 0 and another as a sentence."""
+  """Describes the first argument that differs between host 0 and another."""
   for name, value in common.items():
     if theirs.get(name) != value:
       return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins the ranks of a job, from inside one of them."""
+"""Joins this process to the other ranks of a job."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import os
 from ep._src.base import arguments, processes
 from ep._src.native import gpus
 
-# Variables in which launchers that JAX does not detect say how many processes
-# there are.
+# Variables with the number of processes, by launchers that JAX does not detect.
 _COUNTS_OF_PROCESSES = (
   "JAX_NUM_PROCESSES",
   "OMPI_COMM_WORLD_SIZE",  # Open MPI 5; JAX detects 4
@@ -19,31 +18,30 @@ _COUNTS_OF_PROCESSES = (
 
 
 def inside_launcher() -> bool:
-  """Returns whether a launcher set the variables for this process."""
+  """Returns whether a launcher set the variables of `ep.launch`."""
   return "JAX_COORDINATOR_ADDRESS" in os.environ
 
 
 def initialize() -> None:
-  """Joins the other ranks of the launcher that started this process.
+  """Joins this process to the other ranks that its launcher started.
 
   The launcher is `launch`, another program that sets the variables of the
-  module's docstring, or a launcher that JAX knows: JAX asks it for values that
-  are not in the variables. Does nothing without a launcher, or as its only
-  rank. Call it before anything else touches JAX devices; calling it again is
-  harmless.
+  module's docstring, or a launcher that JAX detects and asks for missing
+  values. Does nothing without a launcher, or for a single rank. Call it before
+  anything else touches JAX devices. A second call does nothing.
 
-  From here on an uncaught exception ends this rank at once, as it does under
-  `python -m mpi4py`. Python's orderly exit may first wait for programs on the
-  devices and, where a cluster's launcher leaves the coordination service to
-  rank 0, for all the other ranks; and those may be waiting for this one. The
-  code of `sys.exit` is the rank's even if its groups cannot be closed.
+  Afterwards an uncaught exception terminates this rank immediately, as under
+  `python -m mpi4py`. Python's orderly exit could wait for programs on the
+  devices, and, if the coordination service runs in rank 0, for all other ranks;
+  these may be waiting for this rank. The code of `sys.exit` becomes the rank's
+  exit code even if the rank cannot close its groups.
 
   Raises:
-    RuntimeError: the process is one of several, but does not know where the
-      others are.
+    RuntimeError: the process is one of several, but has no address of the
+      others.
     ValueError: JAX_COORDINATOR_ADDRESS is not host:port.
   """
-  import jax  # takes a second, and who launches does not need it
+  import jax  # takes a second, and a launching process does not need it
 
   from ep._src.base import compat
   from ep._src.group import ending, liveness
@@ -67,12 +65,12 @@ def initialize() -> None:
     num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
   )
   compat.bind_cpu_collectives()
-  liveness.announce()  # a death before ep_bootstrap is noticed, too
+  liveness.announce()  # peers then also notice a death before ep_bootstrap
   ending.take_over()
 
 
 def _check_alone() -> None:
-  """Raises `RuntimeError` if a launcher that JAX does not know started this."""
+  """Raises `RuntimeError` if JAX does not detect this process's launcher."""
   for name in _COUNTS_OF_PROCESSES:
     if os.environ.get(name, "1") != "1":
       raise RuntimeError(

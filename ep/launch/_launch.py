@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of a program, and waits for them all."""
+"""Starts the ranks of a program, and waits for them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import threading
 from ep._src.base import arguments
 from ep._src.native import gpus
 from ep.launch import _hosts as hosts
-from ep.launch import _room as room
+from ep.launch import _limits as limits
 from ep.launch import _supervision as supervision
 
 _COORDINATOR = str(pathlib.Path(__file__).parent / "_coordinator.py")
 
-# Ranks on the CPU get these variables. XLA takes memory for every result from
-# malloc, which by default returns large pieces to the kernel and gets them back
-# as pages of zeros: that takes longer than an exchange (docs/performance.md).
+# Variables of CPU ranks. XLA allocates every result with malloc, which by
+# default returns large blocks to the kernel. The kernel then has to zero their
+# pages again, which takes longer than an exchange (docs/performance.md).
 _KEEP_MEMORY = {
   "MALLOC_MMAP_MAX_": "0",
   "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -49,75 +49,76 @@ def launch(
   join_timeout_s: float = 300.0,
   oversubscribe: bool = False,
 ) -> int:
-  """Runs `python *argv` in `num_processes` processes and waits for them all.
+  """Runs `python *argv` in `num_processes` processes, and waits for them.
 
-  With `num_hosts` it is called on every host, with the same arguments but for
-  `host_id`, and each starts `num_processes` ranks. The hosts end together, with
-  the code of the first failure. One that no packet reaches for 15 s has failed.
+  With several hosts, call it on every host with the same arguments except
+  `host_id`. Each host starts `num_processes` ranks. The hosts end together,
+  with the exit code of the first failure. A host that is out of reach for 15 s
+  has failed.
 
-  Each rank finds the variables of the module's docstring, runs on the CPU
-  unless JAX_PLATFORMS says otherwise, sees `devices_per_process` CPU devices,
-  and imports from the same folders as this process. Ranks read nothing from
-  stdin. On the CPU they keep freed memory for the next step (glibc's MALLOC_*
-  variables, unless they are set already). JAX's preemption service is off
-  unless JAX_ENABLE_PREEMPTION_SERVICE is set: it catches SIGTERM for
-  `multihost_utils.reached_preemption_sync_point`, and the rank goes on.
+  Each rank gets the variables of the module's docstring, runs on the CPU unless
+  JAX_PLATFORMS says otherwise, has `devices_per_process` CPU devices, imports
+  from the same folders as this process, and has an empty stdin. CPU ranks keep
+  freed memory for the next step (glibc's MALLOC_* variables, unless they are
+  set). JAX's preemption service is off unless JAX_ENABLE_PREEMPTION_SERVICE is
+  set, because it catches SIGTERM without ending the rank.
 
-  Rank r writes stdout and stderr to `rank_<r>.log`; the log of rank 0 is also
-  copied to this process's stdout as it grows. If a rank fails, the others get
-  `grace_s` to report what they saw, then are made to dump their stacks and end.
-  The first failure decides the result; the last lines of its log are printed,
-  then a line for each other rank that failed or was still running. If stdout is
-  closed meanwhile (`| head`), the job goes on, and what is left to say goes to
-  stderr.
+  Rank r writes stdout and stderr to `rank_<r>.log`. The launcher copies the log
+  of rank 0 to its stdout as the log grows. If a rank fails, the others have
+  `grace_s` to report their errors; then the launcher makes them dump their
+  stacks, and kills them. It prints the last lines of the first failed rank's
+  log, and a line for each other rank that failed or was still running. If
+  stdout is closed meanwhile (`| head`), the job continues, and the report goes
+  to stderr.
 
-  If ranks end that have not called `initialize`, a line on stderr says so: each
-  of them sees its own devices only, and takes itself for the whole job. It is a
-  failure, whatever the exit code, if other ranks wait for it in `initialize`.
+  If ranks end without a call of `initialize`, a line on stderr names them: such
+  a rank sees only its own devices, as if it were the whole job. If other ranks
+  wait for it in `initialize`, it has failed, whatever its exit code.
 
-  SIGINT and SIGTERM are passed on to the ranks, which get `grace_s` to end.
+  The launcher passes SIGINT and SIGTERM on to the ranks, which then have
+  `grace_s` to end.
 
-  On Linux no rank outlives this call, even if the launcher dies by SIGKILL.
-  When a rank ends, so does every process that it started and that has not left
-  its process group.
+  On Linux no rank outlives this call, even if SIGKILL ends the launcher. When a
+  rank ends, the launcher kills the remaining processes of its process group.
 
   Args:
-    argv: what follows `python` on a command line: ["train.py", "--steps=10"] or
+    argv: the arguments of `python`: ["train.py", "--steps=10"] or
       ["-m", "pytest", "tests"].
-    num_processes: how many ranks each host starts.
+    num_processes: number of ranks on each host.
     devices_per_process: CPU devices of each rank; other platforms ignore it.
-    ranks_per_gpu: how many ranks share a GPU, where JAX_PLATFORMS names GPUs
-      and each rank sees one GPU of this host (NCCL 2.30 and newer allow
-      sharing). It is for tests: times mean nothing then.
+    ranks_per_gpu: number of ranks that share a GPU, if JAX_PLATFORMS names GPUs
+      and each rank sees one GPU of this host. Sharing needs NCCL 2.30 or newer,
+      and is for tests: it makes times meaningless.
     log_dir: folder for the logs, created if missing. By default a new folder
       under $TEST_UNDECLARED_OUTPUTS_DIR (a Bazel test keeps it), or else a
       temporary one that is removed if all ranks succeed.
-    timeout_s: after this time, ranks dump their stacks and end; None never ends
-      them.
-    grace_s: seconds that ranks get to end by themselves; see above.
-    env: variables that are added to this process's own.
-    num_hosts: how many hosts there are.
-    host_id: the number of this one, from 0 on.
-    coordinator: an address of host 0 and a free port there, as host:port, where
-      the hosts meet; JAX's coordination service has it afterwards. Needed with
-      several hosts. Collectives of XLA between CPUs take the network by which a
-      host reaches this address.
+    timeout_s: after this time, ranks dump their stacks and are killed; None for
+      no limit.
+    grace_s: seconds that ranks have to end by themselves; see above.
+    env: variables to add to this process's variables.
+    num_hosts: number of hosts.
+    host_id: index of this host, from 0 on.
+    coordinator: an address of host 0 and a free port there, as host:port.
+      Required with several hosts. The hosts connect there first; then JAX's
+      coordination service uses it. XLA's collectives between CPUs use the
+      network by which a host reaches this address.
     join_timeout_s: seconds that hosts wait for each other at the start.
     oversubscribe: whether to start more processes than this host can hold, by
       its memory and its processors.
 
   Returns:
-    0 if every rank succeeded. Otherwise the exit code of the first that did
-    not, 128 + n if it died of signal n; 128 + n if this process was asked to
-    end by signal n; 124 on timeout; 1 if only some of the ranks joined.
+    0 if every rank succeeded. Otherwise the exit code of the first failed rank,
+    or 128 + n if signal n killed it; 128 + n if this process got signal n; 124
+    after a timeout; 1 if only some of the ranks joined.
 
   Raises:
     ValueError: there are fewer GPUs than the ranks need, a number is out of
-      range or too large for this host, no log can be written, or `coordinator`
-      is no address.
-    RuntimeError: on every host that has come: some host has not come in time,
-      has another's number, or other numbers of hosts, processes or devices.
-    TypeError: a number is of a wrong type.
+      range or too large for this host, the logs cannot be written, or
+      `coordinator` is not an address.
+    RuntimeError: on every connected host, if another host has not connected in
+      time, has the same index, or differs in the numbers of hosts, processes or
+      devices.
+    TypeError: a number has a wrong type.
   """
   common = dict(
     num_hosts=num_hosts,
@@ -141,13 +142,13 @@ def launch(
       " an address of host 0 with a free port, as in 10.0.0.1:1234."
     )
   if not arguments.flag("ep.launch", "oversubscribe", oversubscribe):
-    room.check(num_processes, devices_per_process)
+    limits.check(num_processes, devices_per_process)
   if coordinator is not None:
     arguments.check_address("ep.launch", "coordinator", coordinator)
   env = {"JAX_PLATFORMS": "cpu", **os.environ, **(env or {})}
-  own: Sequence[Mapping[str, str]] = [{}] * num_processes
+  env_of_ranks: Sequence[Mapping[str, str]] = [{}] * num_processes
   if gpus.wanted(env):
-    own = gpus.rank_variables(num_processes, ranks_per_gpu)
+    env_of_ranks = gpus.rank_variables(num_processes, ranks_per_gpu)
   else:
     env = _KEEP_MEMORY | env
   first, total = host_id * num_processes, num_hosts * num_processes
@@ -189,7 +190,7 @@ def launch(
           total,
           devices_per_process,
           coordinator,
-          {**env, **own[index]},
+          {**env, **env_of_ranks[index]},
         ),
       )
       for index in range(num_processes)
@@ -201,36 +202,29 @@ def launch(
     code = supervision.watch(ranks, others, peers, signals, timeout_s, grace_s)
     if total > 1 and not signals:
       alone = [r for r in ranks if not (r.told("joining") or r.told("joined"))]
-      _report_alone(alone, num_processes)
+      if alone:
+        names = ", ".join(rank.name.removeprefix("rank ") for rank in alone)
+        supervision.write(
+          sys.stderr,
+          f"ep.launch: of {num_processes} ranks, these have not joined the"
+          f" others: {names}. Such a rank sees its own devices only, and takes"
+          " itself for the whole job. Call ep.launch.initialize() before"
+          " anything else touches JAX.\n",
+        )
       code = code or int(0 < len(alone) < num_processes)
   if code == 0 and not keep_logs:
     shutil.rmtree(logs)
   return code
 
 
-def _report_alone(
-  ranks: Sequence[supervision.Process], num_processes: int
-) -> None:
-  """Says on stderr which ranks have not joined, if there are any."""
-  if ranks:
-    names = ", ".join(rank.name.removeprefix("rank ") for rank in ranks)
-    supervision.write(
-      sys.stderr,
-      f"ep.launch: of {num_processes} ranks, these have not joined the others:"
-      f" {names}. Such a rank sees its own devices only, and takes itself for"
-      " the whole job. Call ep.launch.initialize() before anything else touches"
-      " JAX.\n",
-    )
-
-
 @contextlib.contextmanager
 def _reserved_port():
-  """Yields a port of the loopback interface that is reserved meanwhile.
+  """Reserves a port of the loopback interface, and yields it.
 
-  To find a free port and close it before the service binds it would be a race.
-  A port that is bound with SO_REUSEPORT, and never listened on, is given to no
-  other socket, but a server of the same user that sets the option too (gRPC
-  does) can bind it.
+  The socket stays bound: between a close and the bind of the service, another
+  program could take the port. With SO_REUSEPORT, the kernel gives the port to
+  no other socket, but a server of the same user with this option (gRPC sets it)
+  can bind it.
   """
   with socket.socket() as holder:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -240,7 +234,7 @@ def _reserved_port():
 
 @contextlib.contextmanager
 def _caught_signals():
-  """Yields a list; SIGINT and SIGTERM are appended to it, and do no more."""
+  """Catches SIGINT and SIGTERM; yields the list of caught signals."""
   caught: list[int] = []
   if threading.current_thread() is not threading.main_thread():
     yield caught  # only the main thread may set handlers
@@ -282,5 +276,5 @@ def _rank_env(
 
 
 def _python_env(env: Mapping[str, str]) -> dict[str, str]:
-  # A Bazel launcher may have put its packages on sys.path alone.
+  # A Bazel launcher may have changed only sys.path.
   return {**env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the processes of a launcher, ends them together, and reports on them.
+"""Runs the processes of a launcher, ends them together, and reports failures.
 
-`ep.launch.launch` says when processes end, and what it then writes.
+The docstring of `ep.launch.launch` specifies the behaviour.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from typing import TextIO
 from ep._src.base import processes
 from ep.launch import _hosts as hosts
 
-# Becomes a rank, which the kernel kills if the launcher dies.
+# A program that becomes a rank. The kernel kills it if the launcher dies.
 _BECOME = """
 import ctypes, os, signal, sys
 launcher, *argv = sys.argv[1:]
 if sys.platform == "linux":
   ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() == int(launcher):  # it has not died before
+if os.getppid() == int(launcher):  # the launcher is still alive
   os.execv(sys.executable, [sys.executable, *argv])
 """
 _POLL_S = 0.05
-_KILL_AFTER_S = 3.0  # after a rank was asked to end, until it is killed
+_KILL_AFTER_S = 3.0  # time for a rank to dump its stacks, until it is killed
 _TAIL_LINES = 40
-_TIMED_OUT = 124  # as timeout(1) does
+_TIMED_OUT = 124  # the exit code of timeout(1)
 
-# A line of a traceback, which has the exception after the last such line, and
-# the line of C++ code that aborts a process.
+# The lines of a traceback before its exception, and the last line of C++ code
+# that aborts.
 _FRAME = re.compile(r'  File ".*", line \d+(, in |$)')
 _FATAL = re.compile(r"F\d{4} \d\d:\d\d:\d\d")
 
 
 class Process:
-  """One process, its log, and its states (processes.py)."""
+  """One process, its log, and the states that it writes (processes.py)."""
 
   def __init__(
     self,
@@ -56,7 +56,7 @@ class Process:
     self.log = log
     self.where = f"; its log is {log}"
     self.code: int | None = None  # None while it runs, -n after signal n
-    self.ended_at = 0.0  # when it began to end, as far as this process knows
+    self.ended_at = 0.0  # earliest known time of its end
     self._state = state
     with log.open("wb") as stdout:
       self._process = subprocess.Popen(
@@ -65,20 +65,20 @@ class Process:
         stdout=stdout,
         stderr=subprocess.STDOUT,
         env={**env, processes.VARIABLE: str(state)},
-        start_new_session=True,  # it gets signals from us alone, and only once
+        start_new_session=True,  # it gets signals only from this launcher
       )
 
   def running(self) -> bool:
-    """Returns whether it runs; when it has ended, sets `code`.
+    """Returns whether the process runs.
 
-    Then its process group ends, too.
+    At its end, sets `code` and `ended_at`, and kills its process group.
     """
     if self.code is None and self._process.poll() is not None:
       self.code = self._process.returncode
-      # A rank that was killed comes before those that fail because of that.
+      # Sorts a killed rank before ranks that failed because of its death.
       latest = time.monotonic() - (_POLL_S if self.code < 0 else 0)
       self.ended_at = processes.time_told(self._state, "ending") or latest
-      with contextlib.suppress(OSError):  # there is none, or another user's
+      with contextlib.suppress(OSError):  # no process is left
         os.killpg(self._process.pid, signal.SIGKILL)
     return self.code is None
 
@@ -86,7 +86,7 @@ class Process:
     self._process.send_signal(signum)
 
   def kill(self) -> None:
-    """Ends the process and its process group, if the process runs."""
+    """Kills the process and its process group, if the process runs."""
     self._process.kill()
     self._process.wait()
     self.running()
@@ -95,30 +95,30 @@ class Process:
     return self.log.read_text(errors="replace").splitlines()[-count:]
 
   def told(self, state: str) -> bool:
-    """Returns whether it has said a state."""
+    """Returns whether the process has written a state."""
     return processes.told(self._state, state)
 
   @property
   def was_alone(self) -> bool:
-    """Whether it ended well before it joined the others."""
+    """Whether it exited with 0 before it joined the others."""
     return self.code == 0 and not self.told("joined")
 
   @property
   def cause(self) -> str:
-    """The line of its log that says why it failed, if one does."""
+    """The line of its log that explains the failure, or ""."""
     lines = self.log.read_text(errors="replace").splitlines()
     if fatal := [line for line in lines if _FATAL.match(line)]:
       return fatal[-1]
     tail = lines[-_TAIL_LINES:]
     frames = [at for at, line in enumerate(tail) if _FRAME.match(line)]
-    # After the exception JAX, for one, adds advice about its tracebacks.
+    # Some libraries, such as JAX, append advice after the exception.
     after = tail[1 + frames[-1] :] if frames else []
     exceptions = [line for line in after if not line.startswith(" ")]
     return (exceptions[:1] or tail[-1:] or [""])[0]
 
   @property
   def end(self) -> str:
-    """How it ended."""
+    """A description of its end."""
     if self.was_alone:
       return (
         "ended with exit code 0 before it joined the other ranks, which wait"
@@ -140,8 +140,9 @@ def watch(
 ) -> int:
   """Waits for the ranks, ends them as `launch` documents, and reports.
 
-  If one of the `others` ends, that is a failure, whatever its exit code. The
-  `peers` are waited for, too, and each is told when all else here has ended.
+  Also waits for the `peers`, and sends each one the result when everything else
+  has ended. If one of the `others` ends, that is a failure, whatever its exit
+  code.
   """
   timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
   watched: list[Process | hosts.Host] = [*ranks, *others, *peers]
@@ -150,7 +151,7 @@ def watch(
   with _Follower(ranks[0].log) as terminal:
 
     def wait(limit: float, condition: Callable[[], object] = bool) -> None:
-      """Waits until all ranks have ended, a point in time, or a condition."""
+      """Waits for the end of all ranks, a point in time, or a condition."""
       while True:
         ended.extend(p for p in watched if p not in ended and not p.running())
         failed.extend(p for p in ended if p not in failed and has_failed(p))
@@ -182,7 +183,7 @@ def watch(
     if failed:  # a rank that is still ending may have failed before
       wait(grace_at, lambda: signals or not is_ending())
     for peer in peers:
-      if peer not in failed or not peer.code:  # otherwise it knows
+      if peer not in failed or not peer.code:  # it does not know of a failure
         peer.tell(*_end(signals, failed))
     if failed and not signals:
       wait(grace_at, lambda: signals)
@@ -216,12 +217,12 @@ def watch(
 
 
 def _alone(ranks: Sequence[Process]) -> str:
-  """Returns which rank ended alone, as this launcher tells the other hosts."""
+  """Returns the message to other hosts about a rank that ended alone, or ""."""
   return next((f"says: {r.name} {r.end}" for r in ranks if r.was_alone), "")
 
 
 def _end(signals, failed) -> tuple[int, str]:
-  """Returns how this launcher will end, as it tells the other hosts."""
+  """Returns the message to other hosts about the end of this launcher."""
   if signals:
     name = signal.Signals(signals[0]).name
     return 128 + signals[0], f"was ended by {name}"
@@ -240,7 +241,7 @@ def _in(seconds: float) -> float:
 
 
 def _report(process: Process | hosts.Host, what: str, shown: bool) -> None:
-  """Says what became of a process, and shows the end of a log not shown."""
+  """Prints the end of a process, and of its log unless rank 0's was shown."""
   _say_of(process, what)
   if not shown:
     lines = process.last_lines(_TAIL_LINES)
@@ -252,7 +253,7 @@ def _say_of(process: Process | hosts.Host, what: str) -> None:
 
 
 def _say(text: str) -> None:
-  """Writes to stdout, or to stderr if that is closed."""
+  """Writes to stdout, or to stderr if stdout is closed."""
   for stream in (sys.stdout, sys.stderr):
     if write(stream, text):
       break
@@ -261,7 +262,7 @@ def _say(text: str) -> None:
 def write(stream: TextIO | None, text: str) -> bool:
   """Writes and flushes; returns False if that fails, as with a closed pipe.
 
-  Characters that the stream's encoding does not have are escaped.
+  Escapes characters that the stream's encoding lacks.
   """
   if stream is None:
     return False
@@ -275,7 +276,7 @@ def write(stream: TextIO | None, text: str) -> bool:
 
 
 class _Follower:
-  """Copies what is appended to a file to stdout, as `tail -f` does."""
+  """Copies new bytes of a file to stdout, as `tail -f` does."""
 
   def __init__(self, path: pathlib.Path):
     self._file = path.open("rb")

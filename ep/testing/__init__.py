@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests a transport, or a whole MoE layer, against the numeric contract.
 
-report = ep.testing.check(ep.testing.Transport(name="mine", build=build))
-print(report)
+A transport is a pair of functions, dispatch and combine, from any library. It
+declares its properties (padding, gradients, overflow and so on), and `check`
+runs the rules for these properties on drawn sizes and routings:
+
+    mine = ep.testing.Transport(name="mine", build=build, gradients=True)
+    print(ep.testing.check(mine))  # a table of the rules and their results
+
+`cases` returns the same tests as parameters of pytest.
 """
 
 from ep._src.base import public as _public
+from ep.testing._declarations import Layer as Layer
+from ep.testing._declarations import Received as Received
+from ep.testing._declarations import Setting as Setting
+from ep.testing._declarations import Subject as Subject
+from ep.testing._declarations import Tolerance as Tolerance
+from ep.testing._declarations import Transport as Transport
 from ep.testing._report import Case as Case
 from ep.testing._report import cases as cases
 from ep.testing._report import check as check
 from ep.testing._report import Line as Line
 from ep.testing._report import Report as Report
-from ep.testing._subjects import Layer as Layer
-from ep.testing._subjects import Received as Received
-from ep.testing._subjects import Setting as Setting
-from ep.testing._subjects import Subject as Subject
-from ep.testing._subjects import Tolerance as Tolerance
-from ep.testing._subjects import Transport as Transport
 
 __all__ = list(_public.names(globals()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what a subject computes with what the oracle expects."""
+"""Compares results with the arrays of the oracle."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ep.testing import _numbers
 
 
 class Expected(NamedTuple):
-  """An array of the oracle, and the unit of its errors.
+  """An expected array, and the unit of errors.
 
   Attributes:
-    value: in the dtype that the result must have.
+    value: the array, in the dtype of the result.
     unit: returns the unit of a `Tolerance`, for each value or for all.
-    where: returns the words that name the value at an index.
-    least_limit: units that a value of any subject may be off, since the
-      contract leaves the order of a sum open.
-    source: the source of the value, for a message.
+    where: returns a description of an index, for error messages.
+    least_limit: error in units that is always allowed, because the contract
+      does not specify the order of a sum.
+    source: names the oracle in an error message.
   """
 
   value: np.ndarray
@@ -43,11 +43,13 @@ def compare(
   """Returns the largest error in units, or raises `AssertionError`.
 
   Args:
-    what: names the array in the error.
-    limit: the most units that a value may be off, unless `expected` has more;
-      0 demands its bits.
-    only: a mask of the values that count, along the leading axes.
-    nan_bits: whether NaNs must have the expected bits, too.
+    what: names the array in an error message.
+    got: the result.
+    expected: the array of the oracle.
+    limit: largest allowed error in units, or `expected.least_limit` if that is
+      larger; 0 demands equal bits.
+    only: a mask of the values to compare, along the leading axes.
+    nan_bits: whether NaNs also must have the expected bits.
   """
   want, limit = expected.value, max(limit, expected.least_limit)
   if got.shape != want.shape or got.dtype != want.dtype:
@@ -64,7 +66,7 @@ def compare(
       off = abs(got.astype(float) - want.astype(float))
       unit = np.maximum(expected.unit(), np.finfo(float).tiny)
       error = np.where(same, 0, off / unit)
-    wrong = ~(error <= limit)  # NaN is wrong, too
+    wrong = ~(error <= limit)  # a NaN is wrong
   if only is not None:
     only = only.reshape(*only.shape, *[1] * (wrong.ndim - only.ndim))
     wrong, error = wrong & only, np.where(only, error, 0)

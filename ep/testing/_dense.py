@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a layer, and computes the same by applying every expert to every token.
+"""Tests a layer against an oracle that applies every expert to every token.
 
-The oracle uses float32 arrays on one device, and derivatives of JAX.
+The oracle uses float32 arrays on one device, and JAX's derivatives.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -14,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep.testing._compare import Expected
-from ep.testing._round_trip import where_choice, where_token
-from ep.testing._subjects import Layer, Setting
+from ep.testing._declarations import Layer, Setting
 from ep.testing._trial import Oracle, Trial
 
 
@@ -25,32 +23,33 @@ class LayerTrial(Trial):
   def __init__(self, layer: Layer, setting: Setting):
     apply, params = layer.build(setting)
     self.params = jax.tree.map(np.asarray, params)
+    experts = range(setting.num_experts)
 
     def function(route, inputs):
       (topk_idx,), (tokens, weights, params) = route, inputs
       return apply(params, tokens, topk_idx, weights), ()
 
-    def dense(topk_idx, tokens, weights, params):
-      experts = range(setting.num_experts)
+    def dense(topk_idx, inputs):
+      tokens, weights, params = inputs
       rows = jnp.stack([layer.expert(params, e, tokens) for e in experts])
-      E = setting.num_experts
-      chosen = jax.nn.one_hot(topk_idx, E, dtype=jnp.float32)
+      chosen = jax.nn.one_hot(topk_idx, len(experts), dtype=jnp.float32)
       return jnp.einsum("nke,nk,enh->nh", chosen, weights, rows)
 
-    def dense_pullback(topk_idx, inputs, g):
-      return jax.vjp(functools.partial(dense, topk_idx), *inputs)[1](g)
+    def pullback(topk_idx, inputs, g):
+      (grads,) = jax.vjp(lambda x: dense(topk_idx, x), inputs)[1](g)
+      return grads
 
-    def dense_pushforward(topk_idx, inputs, tangents):
-      return jax.jvp(functools.partial(dense, topk_idx), inputs, tangents)[1]
+    def pushforward(topk_idx, inputs, tangents):
+      return jax.jvp(lambda x: dense(topk_idx, x), (inputs,), (tangents,))[1]
 
-    def dense_second_pullback(topk_idx, inputs, g, cotangents):
-      pullback = functools.partial(dense_pullback, topk_idx)
-      return jax.vjp(pullback, inputs, g)[1](cotangents)
+    def second_pullback(topk_idx, inputs, g, cotangents):
+      vjp = jax.vjp(lambda *x: pullback(topk_idx, *x), inputs, g)[1]
+      return vjp(cotangents)
 
-    self.dense = jax.jit(dense)
-    self.dense_pullback = jax.jit(dense_pullback)
-    self.dense_pushforward = jax.jit(dense_pushforward)
-    self.dense_second_pullback = jax.jit(dense_second_pullback)
+    self.dense = _precisely(dense)
+    self.dense_pullback = _precisely(pullback)
+    self.dense_pushforward = _precisely(pushforward)
+    self.dense_second_pullback = _precisely(second_pullback)
     super().__init__(setting, function)
 
   def oracle(self, topk_idx: np.ndarray) -> DenseOracle:
@@ -63,39 +62,46 @@ class DenseOracle(Oracle):
   numbers = ("normal",)
 
   def __init__(self, trial: LayerTrial, topk_idx: np.ndarray):
+    super().__init__(trial.setting, topk_idx)
     self._trial = trial
-    self.route = (topk_idx,)
 
   def inputs(
     self, rng: np.random.Generator, numbers: str
   ) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Draws tokens and weights, and returns them with the parameters."""
-    setting = self._trial.setting
+    setting = self._setting
     n = setting.ep_size * setting.tokens
     tokens = rng.standard_normal((n, setting.hidden)).astype(setting.dtype)
     weights = rng.random((n, setting.top_k), np.float32)
     return tokens, weights, self._trial.params
 
   def output(self, inputs: Any) -> Expected:
-    out = _precisely(self._trial.dense, *self.route, *_float32(inputs))
-    return self._tokens(out)
+    return self._tokens(self._trial.dense(*self.route, inputs))
 
   def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
-    grads = _precisely(
-      self._trial.dense_pullback, *self.route, _float32(inputs), _float32(g)
-    )
-    return self._like_inputs(grads, inputs)
+    grads = self._trial.dense_pullback(*self.route, inputs, g)
+    return self._by_name(grads)
 
-  def _like_inputs(self, grads, inputs):
+  def pushforward(self, inputs: Any, tangents: Any) -> Expected:
+    return self._tokens(
+      self._trial.dense_pushforward(*self.route, inputs, tangents)
+    )
+
+  def second_pullback(
+    self, inputs: Any, g: np.ndarray, cotangents: Any
+  ) -> dict[str, Expected]:
+    grads, g_g = self._trial.dense_second_pullback(
+      *self.route, inputs, g, cotangents
+    )
+    return self._by_name(grads) | {"g": self._tokens(g_g)}
+
+  def _by_name(self, grads):
     tokens, weights, params = grads
     expected = {
       "tokens": self._tokens(tokens),
-      "weights": self._expected(
-        weights, np.dtype("float32"), self._where_choice
-      ),
+      "weights": self._expected(weights, np.float32, self._where_choice),
     }
     leaves, _ = jax.tree.flatten_with_path(params)
-    given = jax.tree.leaves(inputs[2])
+    given = jax.tree.leaves(self._trial.params)
     for (path, leaf), like in zip(leaves, given, strict=True):
       name = "params" + jax.tree_util.keystr(path)
       expected[name] = self._expected(
@@ -103,45 +109,23 @@ class DenseOracle(Oracle):
       )
     return expected
 
-  def pushforward(self, inputs: Any, tangents: Any) -> Expected:
-    arrays = _float32(inputs), _float32(tangents)
-    return self._tokens(
-      _precisely(self._trial.dense_pushforward, *self.route, *arrays)
-    )
-
-  def second_pullback(
-    self, inputs: Any, g: np.ndarray, cotangents: Any
-  ) -> dict[str, Expected]:
-    grads, g_g = _precisely(
-      self._trial.dense_second_pullback,
-      *self.route,
-      *map(_float32, (inputs, g, cotangents)),
-    )
-    return self._like_inputs(grads, inputs) | {"g": self._tokens(g_g)}
-
   def _tokens(self, x):
-    setting = self._trial.setting
-    return self._expected(
-      x,
-      setting.dtype,
-      lambda at: f"{where_token(setting, self.route[0], at)}, column {at[1]}",
-    )
+    return self._expected(x, self._setting.dtype, self._where_token)
 
   def _expected(self, x, dtype, where):
     x = np.asarray(x)
-    eps = float(jnp.finfo(self._trial.setting.dtype).eps)
+    eps = float(jnp.finfo(self._setting.dtype).eps)
     unit = eps * abs(x).max(initial=0)
     return Expected(x.astype(dtype), lambda: unit, where)
 
-  def _where_choice(self, at):
-    return where_choice(self._trial.setting, self.route[0], at)
 
+def _precisely(fn):
+  """Compiles `fn(topk_idx, *args)` for float32 arguments, without TF32."""
+  compiled = jax.jit(fn)
 
-def _float32(tree):
-  return jax.tree.map(lambda x: np.asarray(x, np.float32), tree)
+  def call(topk_idx, *args):
+    args = jax.tree.map(lambda x: np.asarray(x, np.float32), args)
+    with jax.default_matmul_precision("highest"):
+      return compiled(topk_idx, *args)
 
-
-def _precisely(fn, *args):
-  """Calls `fn` without TF32 and the like."""
-  with jax.default_matmul_precision("highest"):
-    return fn(*args)
+  return call

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures resources of this process, for tests that they do not grow."""
+"""Measures resources of this process, to detect leaks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 
 class Footprint(NamedTuple):
-  """The resources of this process at one time, or how they may grow.
+  """The resources of this process at one time, or limits of their growth.
 
   Attributes:
     memory: resident memory, in KiB.
-    heap: allocated memory of malloc, in KiB. It shows a leak sooner than
-      `memory`, because malloc may keep freed memory and use it again.
+    heap: memory allocated by malloc, in KiB. It shows a leak sooner than
+      `memory`, because malloc may keep freed memory for later.
     descriptors: open files and sockets.
     threads: threads of this process.
   """
@@ -38,10 +38,7 @@ class Footprint(NamedTuple):
     )
 
   def check_now(self, most: Footprint) -> str:
-    """Fails if a resource has grown by more than `most`.
-
-    Returns a text of both footprints, to be printed.
-    """
+    """Fails if a resource has grown by more than `most`; returns a report."""
     fields = list(zip(self._fields, self, Footprint.now(), most, strict=True))
     text = ", ".join(f"{name} {was} -> {now}" for name, was, now, _ in fields)
     for name, was, now, more in fields:
@@ -60,7 +57,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _heap_bytes() -> int:
-  """Returns the allocated bytes of malloc, or 0 before glibc 2.33."""
+  """Returns the bytes allocated by malloc, or 0 before glibc 2.33."""
   mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
   if mallinfo is None:
     return 0

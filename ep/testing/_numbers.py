@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws numbers that hardware may treat in a special way."""
+"""Draws special floating-point values: NaNs, infinities, denormal numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def with_specials(rng: np.random.Generator, rows: np.ndarray) -> np.ndarray:
   """Puts special values into half of the rows `[..., H]`.
 
   A quarter of the rows has only zeros and numbers close to the smallest normal
-  one, since the sums of the other special rows are mostly infinite or NaN.
+  number. In another quarter, half of the values are any special ones, whose
+  sums are mostly infinite or NaN.
   """
   values = special_values(rows.dtype)
   small = values[np.abs(values) < 1e-3]
@@ -27,7 +28,7 @@ def with_specials(rng: np.random.Generator, rows: np.ndarray) -> np.ndarray:
 
 
 def special_values(dtype: np.dtype) -> np.ndarray:
-  """Returns zeros, denormals, infinities and NaNs of both signs and kinds."""
+  """Returns zeros, denormals, infinities and NaNs, with both signs."""
   infinity, least_normal, one = (
     int(bits(np.array(x, dtype))) for x in (np.inf, jnp.finfo(dtype).tiny, 1)
   )
@@ -41,5 +42,5 @@ def special_values(dtype: np.dtype) -> np.ndarray:
 
 
 def bits(x: np.ndarray) -> np.ndarray:
-  """Returns the same memory as unsigned integers of the size of an element."""
+  """Returns a view of the elements as unsigned integers of their size."""
   return x.view(f"u{x.dtype.itemsize}")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of the processes that _ranks.py starts.
-
-Its arguments are LOCATION TASK FOLDER SEED.
-"""
+"""The program of a rank that _ranks.py starts: LOCATION TASK FOLDER SEED."""
 
 from __future__ import annotations
 
@@ -21,16 +18,15 @@ import jax
 
 from ep import launch
 from ep.testing import _ranks
-from ep.testing._bench import Bench, Draw, USUAL, Variant
+from ep.testing._declarations import Subject
 from ep.testing._rules import error_of, RULES
-from ep.testing._subjects import Subject
+from ep.testing._variants import Bench, Draw, USUAL, Variant
 
-# A note tells _ranks.py what a process saw.
-Note = dict[str, Any]
+Note = dict[str, Any]  # the results of a process, for _ranks.py
 
 
 def processes(subject: Subject, seed: int) -> Note:
-  """Checks one routing of each rule that needs no further processes."""
+  """Checks one routing of each rule that starts no processes."""
   bench, worst = Bench(subject), 0.0
   for rule in RULES.values():
     if rule.starts_ranks or rule.left_out(subject):
@@ -43,21 +39,20 @@ def processes(subject: Subject, seed: int) -> Note:
 
 
 def disagreement(subject: Subject, seed: int) -> Note:
-  """Takes a step in which one process has another hidden size.
+  """Runs a step in which one process has another hidden size.
 
-  Two builds of equal sizes come before it, so that an error that any second
-  build gets is not taken for the one of the disagreement.
+  Two builds of equal sizes come first, because an error of every second build
+  is not an error about the disagreement.
   """
   variant = _usual(subject, seed)
   for _ in range(2):
     _step(Bench(subject), variant)
   other = dataclasses.replace(variant, hidden=variant.hidden * (1 + _is_odd()))
-  # All processes build the subject again.
   return dict(error=error_of(lambda: _step(Bench(subject), other)))
 
 
 def killed_rank(subject: Subject, seed: int) -> Note:
-  """Takes two steps, kills one process, and takes another step."""
+  """Runs two steps, kills one process, and runs another step."""
   bench, variant = Bench(subject), _usual(subject, seed)
   for _ in range(2):
     _step(bench, variant)
@@ -76,7 +71,7 @@ def _is_odd() -> bool:
 
 
 def _step(bench: Bench, variant: Variant) -> None:
-  """Runs the subject, and no collective besides its own."""
+  """Runs the object under test, without any other collective."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
   jax.block_until_ready(trial.start(oracle, inputs))
@@ -100,13 +95,13 @@ def main(location: str, task: str, folder: str, seed: str) -> None:
     note |= _TASKS[task](subject, int(seed))
   except AssertionError as error:
     note = dict(failure=str(error))
-  except Exception as error:  # of the subject, where it should not fail
+  except Exception as error:  # an unexpected error of the object under test
     traceback.print_exc()
     note = dict(failure=f"{type(error).__name__}: {error}")
   notes = pathlib.Path(folder)
   _ranks.leave_note(notes, task, note)
   _ranks.wait_for_notes(notes, task, wait_s)
-  os._exit(0)  # an orderly exit would wait for a process that has died
+  os._exit(0)  # an orderly exit would wait for the dead process
 
 
 if __name__ == "__main__":

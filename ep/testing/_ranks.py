@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the ranks of the rules that need several processes.
 
-A function cannot cross to another process, so a rank imports its subject by
-`Subject.location`. Each process leaves a note of what it saw (_rank.py), so a
-rule does not depend on how the processes end.
+A function cannot be sent to another process, so a rank imports the object under
+test from `Subject.location`. Each process writes its results to a file, a note
+(_rank.py), so a rule does not depend on exit codes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from typing import Any
 import jax
 
 from ep import launch
-from ep.testing._subjects import Subject
+from ep.testing._declarations import Subject
 
 PROCESSES, DEVICES = 2, 2
 _START_S = 120.0  # for imports and compilation
-_LINES = 15  # of a log, for a process without a note
+_LINES = 15  # of the log of a process without a note
 _POLL_S = 0.02
 
 
 def run(subject: Subject, task: str, seed: int) -> dict[int, Any]:
-  """Runs a task of _rank.py in every process, and returns their notes.
+  """Runs a task of _rank.py in every process; returns the notes by process.
 
-  The last process of "killed_rank" leaves none.
+  The last process of "killed_rank" writes no note.
 
   Raises:
-    AssertionError: another process left no note in time, or failed where it
-      should not.
+    AssertionError: another process wrote no note in time, or failed.
   """
   assert subject.location is not None
   with tempfile.TemporaryDirectory() as name:
@@ -68,7 +67,7 @@ def run(subject: Subject, task: str, seed: int) -> dict[int, Any]:
 
 
 def leave_note(folder: pathlib.Path, task: str, note: dict[str, Any]) -> None:
-  """Writes the note of this process, in one atomic step."""
+  """Writes the note of this process atomically."""
   path = _notes(folder, task)[jax.process_index()]
   draft = path.with_suffix(".draft")
   draft.write_text(json.dumps(note))
@@ -76,7 +75,7 @@ def leave_note(folder: pathlib.Path, task: str, note: dict[str, Any]) -> None:
 
 
 def wait_for_notes(folder: pathlib.Path, task: str, limit_s: float) -> None:
-  """Waits until all have left their notes, so that no exit causes an error."""
+  """Waits until all notes are written, because an exit could cause errors."""
   deadline = time.monotonic() + limit_s
   while time.monotonic() < deadline:
     if all(note.exists() for note in _notes(folder, task).values()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the rules, as cases of pytest or as a function that returns a table."""
+"""Runs the rules: as cases of pytest, or as a function that returns a table."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 
 import jax
 
-from ep.testing._bench import Bench, Variant
+from ep.testing._declarations import Layer, Subject, Transport
 from ep.testing._rules import Rule, RULES
-from ep.testing._subjects import Layer, Subject, Transport
+from ep.testing._variants import Bench, Variant
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One case of a rule for a subject.
+  """One case of a rule.
 
   Attributes:
-    id: the rule, and what distinguishes its cases, as in
-      "gradients-float32-to_one_expert".
+    id: the rule and the sizes, as in "gradients-float32-to_one_expert-...".
   """
 
   id: str
@@ -51,12 +50,12 @@ class Line:
   """The line of a report for one rule.
 
   Attributes:
-    rule: its name.
-    sentence: what it demands.
-    cases: how many were run.
+    rule: the name of the rule.
+    sentence: the requirement.
+    cases: number of cases that ran.
     worst: the largest error of these cases, in units of a `Tolerance`.
-    failures: what failed, by the id of the case.
-    left_out: why the rule was not run, or "".
+    failures: error messages by the id of the failed case.
+    left_out: why the rule did not run, or "".
   """
 
   rule: str
@@ -68,7 +67,7 @@ class Line:
 
   @property
   def result(self) -> str:
-    """Returns the words of the table."""
+    """The result column of the table."""
     if self.left_out:
       return self.left_out
     if self.failures:
@@ -78,7 +77,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """The results of a subject. It prints as a table."""
+  """The results of the object under test. Prints as a table."""
 
   subject: str
   seed: int
@@ -86,12 +85,12 @@ class Report:
 
   @property
   def passed(self) -> bool:
-    """Whether some rule was run, and none failed."""
+    """Whether at least one rule ran, and none failed."""
     return any(x.cases for x in self.lines) and not self.failures
 
   @property
   def failures(self) -> dict[str, str]:
-    """The errors, by the ids of the cases that failed."""
+    """Error messages by the id of the failed case."""
     return {k: v for line in self.lines for k, v in line.failures.items()}
 
   def __repr__(self) -> str:
@@ -109,20 +108,10 @@ class Report:
     return "\n".join(lines)
 
 
-def _chosen(rules: Collection[str] | None) -> list[Rule]:
-  unknown = set(rules or ()) - RULES.keys()
-  if unknown:
-    raise ValueError(
-      f"ep.testing: there is no rule {', '.join(sorted(unknown))}; the rules"
-      f" are {', '.join(RULES)}."
-    )
-  return [RULES[name] for name in (RULES if rules is None else rules)]
-
-
 def _plan(
   subject: Subject, rules: Collection[str] | None, seed: int
 ) -> Iterator[tuple[Rule, list[Case], str]]:
-  """Yields each rule with its cases, or with why there are none."""
+  """Yields each rule with its cases, or with the reason for having none."""
   if not isinstance(subject, Transport | Layer):
     raise TypeError(
       f"ep.testing: subject={subject!r} has to be an ep.testing.Transport or an"
@@ -137,54 +126,54 @@ def _plan(
     raise TypeError(
       f"ep.testing: seed={seed!r} has to be a whole number from 0 on."
     )
+  if unknown := set(rules or ()) - RULES.keys():
+    raise ValueError(
+      f"ep.testing: there is no rule {', '.join(sorted(unknown))}; the rules"
+      f" are {', '.join(RULES)}."
+    )
   bench = Bench(subject)
-  for rule in _chosen(rules):
-    why_not = rule.left_out(subject)
-    if why_not:
-      yield rule, [], why_not
-    elif rule.starts_ranks and jax.process_count() > 1:
-      yield rule, [], "not run: this process is one of several ranks"
-    else:
-      cases = []
+  for rule in (RULES[name] for name in (RULES if rules is None else rules)):
+    cases, why_not = [], rule.left_out(subject)
+    if not why_not and rule.starts_ranks and jax.process_count() > 1:
+      why_not = "not run: this process is one of several ranks"
+    if not why_not:
       for variant in rule.variants(subject, seed):
-        words = [rule.name, *([] if rule.starts_ranks else [str(variant)])]
-        cases.append(Case("-".join(words), rule, bench, variant))
-      yield (
-        rule,
-        cases,
-        "" if cases else "not run: it needs several devices in one process",
-      )
+        id = rule.name if rule.starts_ranks else f"{rule.name}-{variant}"
+        cases.append(Case(id, rule, bench, variant))
+      if not cases:
+        why_not = "not run: it needs several devices in one process"
+    yield rule, cases, why_not
 
 
 def cases(
   subject: Subject, rules: Collection[str] | None = None, *, seed: int = 0
 ) -> list[Any]:
-  """Returns the cases of a subject as parameters of pytest.
+  """Returns the cases of a transport or layer as parameters of pytest.
 
       @pytest.mark.parametrize("case", ep.testing.cases(subject))
       def test_transport(case):
         case.check()
 
-  Their ids have the rule, the dtype, the routing and the sizes. A rule that is
-  not run is one parameter, which pytest skips with the reason. The devices of
-  JAX are looked up, so set `XLA_FLAGS` and join other ranks before.
+  An id consists of the rule, the dtype, the routing and the sizes. A rule that
+  does not apply is one parameter, which pytest skips with the reason. The call
+  initializes the devices of JAX, so set `XLA_FLAGS` and join other ranks first.
 
   Args:
-    subject: a `Transport` or a `Layer`.
+    subject: the transport or layer under test.
     rules: names of rules; None takes all.
-    seed: the seed of the sizes, routings and numbers that are drawn. Every
-      process of a job has to give the same seed.
+    seed: the seed of sizes, routings and numbers. It must be equal on every
+      process of a job.
 
   Returns:
     A `pytest.param` for each `Case`.
 
   Raises:
-    TypeError: an argument has another type.
+    TypeError: an argument has a wrong type.
     ValueError: there is no such rule, or the tolerance is too large.
     ModuleNotFoundError: pytest is not installed.
   """
   try:
-    import pytest  # nothing else needs it
+    import pytest  # optional
   except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
       "ep.testing.cases returns parameters of pytest, which is not installed;"
@@ -204,23 +193,23 @@ def cases(
 def check(
   subject: Subject, rules: Collection[str] | None = None, *, seed: int = 0
 ) -> Report:
-  """Runs the cases of a subject, and returns their results.
+  """Runs the cases of a transport or layer, and returns their results.
 
       report = ep.testing.check(subject)
       print(report)
       assert report.passed
 
-  Every process of a job has to call it. The rules that start ranks are run only
-  where this process is alone.
+  Collective over all processes of a job. Rules that start ranks run only in a
+  job of one process.
 
   Args:
-    subject: a `Transport` or a `Layer`.
+    subject: the transport or layer under test.
     rules: names of rules; None takes all.
-    seed: the seed of the sizes, routings and numbers that are drawn. Every
-      process of a job has to give the same seed.
+    seed: the seed of sizes, routings and numbers. It must be equal on every
+      process of a job.
 
   Raises:
-    TypeError: an argument has another type.
+    TypeError: an argument has a wrong type.
     ValueError: there is no such rule, or the tolerance is too large.
   """
   return Report(
@@ -237,6 +226,6 @@ def _line(rule: Rule, cases: Sequence[Case], why_not: str) -> Line:
       worst = max(worst, case.check())
     except AssertionError as error:
       failures[case.id] = str(error)
-    except Exception as error:  # of the subject
+    except Exception as error:  # an error of the object under test
       failures[case.id] = f"{type(error).__name__}: {error}"
   return Line(rule.name, rule.sentence, len(cases), worst, failures, why_not)

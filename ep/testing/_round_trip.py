@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a transport: dispatch, experts that scale their rows, and combine.
+"""Tests a transport: dispatch, experts that scale their rows, and combine.
 
 An expert multiplies its rows by 1 or 2 and by their weights. So the result is
-linear in the tokens and in the weights, and all of its derivatives are known in
-NumPy, by the ops of ep/_src/ops/reference.py.
+linear in the tokens and in the weights, and the oracle computes all derivatives
+in NumPy, by the ops of ep/_src/ops/reference.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 from ep._src.ops import reference
 from ep.testing import _numbers
 from ep.testing._compare import Expected
-from ep.testing._subjects import Received, Setting, Transport
+from ep.testing._declarations import Received, Setting, Transport
 from ep.testing._trial import Oracle, Trial
 
 
 class Rows(NamedTuple):
-  """Holds what all ranks received: `[P * C, H]`, `[P * C]` and `[P * L]`.
+  """The received arrays of all ranks: `[P * C, H]`, `[P * C]` and `[P * L]`.
 
-  If scales were sent, it has theirs, too, `[P * C, S]`.
+  `scales` is `[P * C, S]`, if scales were sent.
   """
 
   rows: Any
@@ -43,7 +43,7 @@ class RoundTrip(Trial):
     dispatch, combine = transport.build(setting)
 
     def of_rank(*calls, scales=(1,)):
-      # Every dispatch comes before the first combine.
+      # Every dispatch precedes the first combine.
       received = [
         _checked(dispatch(tokens, topk_idx, weights), setting, tokens.dtype)
         for (topk_idx, _), (tokens, weights) in calls
@@ -79,18 +79,18 @@ class RoundTrip(Trial):
   def interleaved(
     self, *calls: tuple[RoundTripOracle, Any]
   ) -> list[tuple[Any, Any]]:
-    """Returns what `forward` does for each oracle and its inputs.
+    """Returns the results of `forward` for each oracle and its inputs.
 
-    One program runs all dispatches, then all combines, and then all of them
+    One program runs all dispatches, then all combines, and then all combines
     again with negative rows.
     """
     placed = [tuple(self._place(x.route, inputs)) for x, inputs in calls]
     return self.finish(self._interleaved(*placed))
 
   def with_scales(self, oracle: RoundTripOracle, inputs: Any) -> Rows:
-    """Returns what was received of rows, weights and scales."""
+    """Returns the received rows, weights and scales."""
     (topk_idx, _), (*inputs, scales) = oracle.route, inputs
-    (topk_idx,), inputs, (scales,) = self._place((topk_idx,), inputs, (scales,))
+    topk_idx, inputs, scales = self._place(topk_idx, tuple(inputs), scales)
     return self.finish(self._with_scales(topk_idx, *inputs, scales))
 
   def oracle(self, topk_idx: np.ndarray) -> RoundTripOracle:
@@ -106,10 +106,10 @@ class RoundTrip(Trial):
 
 
 class RoundTripOracle(Oracle):
-  """The expected results, and the place of each row.
+  """The expected results, and the source of each row.
 
   Attributes:
-    expert: `[P, C]`, the local expert of each row of a slab, and L in the tail.
+    expert: `[P, C]`, the local expert of each row, and L in the tail.
     source: `[P, C, 3]`, the rank, token and choice of each row, or -1.
   """
 
@@ -118,7 +118,6 @@ class RoundTripOracle(Oracle):
   def __init__(
     self, setting: Setting, topk_idx: np.ndarray, routing: reference.Routing
   ):
-    self._setting = setting
     self._idx = topk_idx
     self._routing = routing
     slots = np.arange(setting.capacity)
@@ -131,22 +130,24 @@ class RoundTripOracle(Oracle):
     )
     ids = np.arange(setting.ep_size)[:, None] * setting.num_local_experts
     self._factor = (1 + (ids + self.expert) % 2).astype(np.float32)
-    self.route = topk_idx.reshape(-1, setting.top_k), self._factor.reshape(-1)
+    super().__init__(
+      setting, topk_idx.reshape(-1, setting.top_k), self._factor.reshape(-1)
+    )
 
   @property
   def holds_token(self) -> np.ndarray:
-    """Tells which of all rows `[P * C]` are a token's."""
+    """Whether each of all rows `[P * C]` has a token."""
     return self.source[..., 0].reshape(-1) >= 0
 
   @property
   def in_tail(self) -> np.ndarray:
-    """Tells which of all rows `[P * C]` are past the last slab of a rank."""
+    """Whether each of all rows `[P * C]` is after its rank's last segment."""
     return self.expert.reshape(-1) == self._setting.num_local_experts
 
   def poisoned(self) -> RoundTripOracle:
-    """Returns an oracle of experts that make NaN of rows without a token.
+    """Returns an oracle whose experts return NaN for rows without a token.
 
-    The expected results stay as they are.
+    The expected results do not change.
     """
     other = RoundTripOracle(self._setting, self._idx, self._routing)
     topk_idx, factor = self.route
@@ -155,7 +156,7 @@ class RoundTripOracle(Oracle):
     return other
 
   def observed(self, rows: np.ndarray, tokens: np.ndarray) -> RoundTripOracle:
-    """Returns an oracle with the rows of each slab in the order of `rows`."""
+    """Returns an oracle whose segments have the order of `rows`."""
     setting = self._setting
     tokens = self._by_rank(tokens)
     rows = rows.reshape(*self.expert.shape, -1)
@@ -183,10 +184,10 @@ class RoundTripOracle(Oracle):
   ) -> tuple[np.ndarray, np.ndarray]:
     """Draws tokens `[P * T, H]` and weights `[P * T, K]`.
 
-    Of "normal" numbers, a product with a weight is exact, so that only sums
-    round. "free" ones have weights with full mantissas, and "special" ones
-    have NaNs and the like among them. "special tokens" have small weights, so
-    that no finite sum overflows.
+    "normal": weights are powers of two, so that only sums round. "free":
+    weights have full mantissas. "special": tokens and weights include NaNs and
+    other special values. "special tokens": only tokens do, and weights are so
+    small that no finite sum overflows.
     """
     setting, dtype = self._setting, self._setting.dtype
     n = setting.ep_size * setting.tokens
@@ -211,10 +212,10 @@ class RoundTripOracle(Oracle):
   def scaled_inputs(
     self, rng: np.random.Generator, row_dtype: str, scale_dtype: str
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draws rows and scales of any bits, and weights.
+    """Draws rows and scales with random bits, and weights.
 
-    A row has at least eight scales, so that no two rows are alike. A setting
-    has one number of them: a transport compiles a program for each.
+    A row has at least eight scales, so that all rows differ. A setting has one
+    number of scales, because the transport compiles a program for each number.
     """
     tokens, weights = self.inputs(rng, "free")
 
@@ -227,7 +228,7 @@ class RoundTripOracle(Oracle):
     return rows, weights, any_bits(8 + tokens.shape[1] % 5, scale_dtype)
 
   def received(self, inputs: Any) -> Rows:
-    """Returns what all ranks receive, each as an `Expected`."""
+    """Returns the arrays that all ranks receive, each as an `Expected`."""
     tokens, weights, *scales = inputs
     rows, row_weights = self._dispatch((tokens, weights))
     of_rows = [rows, *(self._dispatch((x, weights))[0] for x in scales)]
@@ -246,7 +247,7 @@ class RoundTripOracle(Oracle):
     """Returns the cotangents of the tokens and of the weights.
 
     The cotangent of a weight is a float32 sum over H, whose order the contract
-    leaves open. It is exact for whole numbers.
+    does not specify. The sum is exact for whole numbers.
     """
     tokens, weights = self._sums(self._pullback, *inputs, g)
     whole = (np.trunc(g.astype(float)) == g).all()
@@ -303,7 +304,7 @@ class RoundTripOracle(Oracle):
     return _scaled(rows, self._factor * weights)
 
   def _sums(self, fn, *args):
-    """Returns `fn(*args)`; `fn` of absolute values gives the units."""
+    """Returns `fn(*args)`, with units from `fn` of absolute values."""
     magnitudes = functools.cache(lambda: fn(*jax.tree.map(np.abs, args)))
 
     def unit(i):
@@ -331,12 +332,6 @@ class RoundTripOracle(Oracle):
     of = "padding" if source < 0 else f"token {token} of rank {source}"
     return f"rank {rank}, expert {e}, row {c} ({of}){_column(at)}"
 
-  def _where_token(self, at):
-    return where_token(self._setting, self.route[0], at) + _column(at)
-
-  def _where_choice(self, at):
-    return where_choice(self._setting, self.route[0], at)
-
   def _where_expert(self, at):
     rank = at[0] // self._setting.num_local_experts
     return f"rank {rank}, expert {at[0]}"
@@ -348,7 +343,7 @@ def _checked(
   dtype: np.dtype,
   scales: jax.Array | None = None,
 ) -> Received:
-  """Returns the result of a dispatch, if it has the fields of a `Received`."""
+  """Checks the fields of the result of a dispatch, and returns it."""
   if not isinstance(received, Received):
     raise AssertionError(
       f"dispatch returned a {type(received).__name__}; it has to return an"
@@ -371,24 +366,8 @@ def _checked(
   return received
 
 
-def where_token(
-  setting: Setting, topk_idx: np.ndarray, at: tuple[int, ...]
-) -> str:
-  """Returns the words that name a token of `[P * T, ...]`."""
-  rank, t = divmod(at[0], setting.tokens)
-  experts = ", ".join(map(str, topk_idx[at[0]]))
-  return f"rank {rank}, token {t} (of experts {experts})"
-
-
-def where_choice(
-  setting: Setting, topk_idx: np.ndarray, at: tuple[int, ...]
-) -> str:
-  """Returns the words that name a choice of `[P * T, K]`."""
-  return f"{where_token(setting, topk_idx, at)}, choice {at[1]}"
-
-
 def _flat(x):
-  """Returns the arrays of all ranks as one."""
+  """Concatenates the arrays of all ranks."""
   return x.reshape(-1, *x.shape[2:])
 
 

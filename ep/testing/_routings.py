@@ -26,18 +26,6 @@ def _uniform(rng, shape, experts):
   return draw(rng, shape, np.ones(experts))
 
 
-def _skewed(rng, shape, experts):
-  return draw(rng, shape, 2.0 ** -np.arange(experts))
-
-
-def _empty_experts(rng, shape, experts):
-  return draw(rng, shape, np.arange(experts) % 2)
-
-
-def _to_one_expert(rng, shape, experts):
-  return draw(rng, shape, np.arange(experts) == experts - 2)
-
-
 def _with_unused_choices(rng, shape, experts):
   return np.where(rng.random(shape) < 0.4, -1, _uniform(rng, shape, experts))
 
@@ -59,22 +47,19 @@ def _idle_rank(rng, shape, experts):
   return np.where(quarter == 1, -1, _uniform(rng, shape, experts))
 
 
-def _idle(rng, shape, experts):
-  del rng, experts
-  return np.full(shape, -1, np.int32)
-
-
 # A routing is a function of a random generator, [N, K], and E.
 ROUTINGS: dict[
   str, Callable[[np.random.Generator, tuple[int, int], int], np.ndarray]
 ] = {
   "uniform": _uniform,
   "balanced": _balanced,
-  "skewed": _skewed,
-  "empty_experts": _empty_experts,
-  "to_one_expert": _to_one_expert,
+  "skewed": lambda rng, shape, E: draw(rng, shape, 2.0 ** -np.arange(E)),
+  "empty_experts": lambda rng, shape, E: draw(rng, shape, np.arange(E) % 2),
+  "to_one_expert": lambda rng, shape, E: draw(
+    rng, shape, np.arange(E) == E - 2
+  ),
   "with_unused_choices": _with_unused_choices,
   "one_token": _one_token,
   "idle_rank": _idle_rank,
-  "idle": _idle,
+  "idle": lambda rng, shape, E: np.full(shape, -1, np.int32),
 }

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the rules, each of which states one thing that holds of a subject.
+"""The rules, each of which tests one property of a transport or layer.
 
-A rule is a function of a subject and a `Variant`, the sizes and the routing of
-a case. It returns the largest error that it found, in units of a `Tolerance`,
-or raises an `AssertionError` that names the rank, the expert, the row and both
-values. Its docstring is what a report says of it.
+A rule is a function of a `Bench` and a `Variant`, the sizes and the routing of
+a case. It returns the largest error in units of a `Tolerance`, or raises an
+`AssertionError` that names the rank, the expert, the row and both values. A
+report prints its docstring.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import numpy as np
 
 from ep._src.base.quantizers import ROW_DTYPES, SCALE_DTYPES
 from ep.testing import _ranks
-from ep.testing._bench import Bench, Draw, Variant
 from ep.testing._compare import compare, Expected
+from ep.testing._declarations import Subject, Transport
 from ep.testing._footprint import Footprint
 from ep.testing._routings import draw
-from ep.testing._subjects import Subject, Transport
 from ep.testing._trial import Oracle
+from ep.testing._variants import Bench, Draw, Variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Rule:
 
   Attributes:
     name: the name in ids and reports.
-    sentence: states what holds.
-    check: runs a case; see the top of this file.
-    variants: returns the variants of a subject for a seed.
-    left_out: returns why a subject is not held to it, or "".
-    starts_ranks: whether it starts processes.
+    sentence: the docstring.
+    check: runs a case.
+    variants: returns the variants for a seed.
+    left_out: returns why the rule does not apply, or "".
+    starts_ranks: whether the rule starts processes.
   """
 
   name: str
@@ -75,16 +75,27 @@ def _rule(
   variants: Callable[[Any, int], Iterable[Variant]] = _everywhere,
   *,
   of: type[Subject] = Subject,
-  needs: Callable[[Any], bool] = lambda subject: True,
-  declared_by: str = "",
   starts_ranks: bool = False,
+  **declared: Any,
 ):
-  """Adds a rule for subjects of a type that declare what it needs."""
+  """Adds a rule for a type, with required values of declared fields.
+
+  The value `...` requires any value but the default.
+  """
+
+  def is_declared(subject: Subject, name: str, value: Any) -> bool:
+    found = getattr(subject, name)
+    if value is ...:
+      return found != subject.__dataclass_fields__[name].default
+    return found == value
 
   def left_out(subject: Subject) -> str:
     if not isinstance(subject, of):
       return f"only for a {of.__name__}"
-    return "" if needs(subject) else f"not declared: {declared_by}"
+    if all(is_declared(subject, *item) for item in declared.items()):
+      return ""
+    words = (f"{k}=" + f"{v!r}" * (v is not ...) for k, v in declared.items())
+    return f"not declared: {' and '.join(words)}"
 
   def add(check):
     RULES[check.__name__] = Rule(
@@ -96,14 +107,14 @@ def _rule(
 
 
 def _observed(subject: Transport, oracle, received, inputs):
-  """Returns the oracle, with rows in the order in which they came."""
+  """Returns the oracle, with the order of the received rows if it is free."""
   if subject.order == "any":
     return oracle.observed(received.rows, inputs[0])
   return oracle
 
 
 def _receive(bench: Bench[Transport], variant: Variant, numbers: str = "free"):
-  """Returns what was received, what is expected, and the oracle."""
+  """Returns the received rows, the expected rows, and the oracle."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, numbers)
   _, got = trial.forward(oracle, inputs)
@@ -118,7 +129,7 @@ def _compare_rows(got, want, **options) -> float:
 
 @_rule(of=Transport)
 def sizes(bench: Bench, variant: Variant) -> float:
-  """Each slab has a row for each choice of its expert, and padding."""
+  """Each expert segment has a row for each choice, and padding."""
   got, want, _ = _receive(bench, variant)
   return compare("group_sizes", got.group_sizes, want.group_sizes)
 
@@ -141,26 +152,17 @@ def _aligned(transport: Transport, seed: int) -> list[Variant]:
   return [x for x in _everywhere(transport, seed) if x.alignment > 1]
 
 
-@_rule(
-  _aligned,
-  of=Transport,
-  needs=lambda transport: max(transport.alignments) > 1,
-  declared_by="alignments=",
-)
+@_rule(_aligned, of=Transport, alignments=...)
 def padding(bench: Bench, variant: Variant) -> float:
-  """Slabs are padded to the alignment, by rows and weights of zero."""
+  """Segments are padded to the alignment by rows and weights of zero."""
   got, want, oracle = _receive(bench, variant)
   compare("group_sizes", got.group_sizes, want.group_sizes)
   return _compare_rows(got, want, only=~oracle.in_tail)
 
 
-@_rule(
-  of=Transport,
-  needs=lambda transport: transport.tail == "zero",
-  declared_by='tail="zero"',
-)
+@_rule(of=Transport, tail="zero")
 def tail(bench: Bench, variant: Variant) -> float:
-  """Rows and weights past the last slab are zero."""
+  """Rows and weights after the last segment are zero."""
   got, want, oracle = _receive(bench, variant)
   return _compare_rows(got, want, only=oracle.in_tail)
 
@@ -169,13 +171,9 @@ def _side_by_side(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
   return np.concatenate([x.view(np.uint8) for x in (rows, scales)], axis=1)
 
 
-@_rule(
-  of=Transport,
-  needs=lambda transport: transport.scales,
-  declared_by="scales=True",
-)
+@_rule(of=Transport, scales=True)
 def scales(bench: Bench[Transport], variant: Variant) -> float:
-  """Rows of a byte and their scales come side by side; padding has zeros."""
+  """fp8 and int8 rows keep their bits and scales; padding has zeros."""
   trial, oracle, rng = bench.begin(variant)
   for dtypes in zip(ROW_DTYPES, itertools.cycle(SCALE_DTYPES)):
     inputs = rows, _, scales = oracle.scaled_inputs(rng, *dtypes)
@@ -194,13 +192,9 @@ def scales(bench: Bench[Transport], variant: Variant) -> float:
   return 0.0
 
 
-@_rule(
-  of=Transport,
-  needs=lambda transport: transport.special_values,
-  declared_by="special_values=True",
-)
+@_rule(of=Transport, special_values=True)
 def special_values(bench: Bench, variant: Variant) -> float:
-  """NaNs, infinities, denormal numbers and -0 are moved and added up right."""
+  """NaNs, infinities, denormal numbers and -0 are sent and summed right."""
   got, want, oracle = _receive(bench, variant, "special")
   _compare_rows(got, want, only=oracle.holds_token, nan_bits=True)
   begun, numbers = bench.begin(variant), ["special tokens"]
@@ -212,26 +206,31 @@ def special_values(bench: Bench, variant: Variant) -> float:
   return worst
 
 
+def _worst(
+  check: Callable[[str, float], float], bench: Bench, trial: Any, kinds: Any
+) -> float:
+  """Returns the largest error of `check(numbers, limit)` over `kinds`."""
+  return max(check(x, bench.limit(trial.setting, x)) for x in kinds)
+
+
 def _check_output(bench, trial, oracle, rng, kinds=()) -> float:
-  worst = 0.0
-  for numbers in kinds or oracle.numbers:
+  def check(numbers, limit):
     inputs = oracle.inputs(rng, numbers)
     got, _ = trial.forward(oracle, inputs)
-    limit = bench.limit(trial.setting, numbers)
-    want = oracle.output(inputs)
-    worst = max(worst, compare("tokens", got, want, limit=limit))
-  return worst
+    return compare("tokens", got, oracle.output(inputs), limit=limit)
+
+  return _worst(check, bench, trial, kinds or oracle.numbers)
 
 
 @_rule()
 def output(bench: Bench, variant: Variant) -> float:
-  """Each token gets the sum of what its experts made of it."""
+  """Each token gets the weighted sum of its experts' outputs."""
   return _check_output(bench, *bench.begin(variant))
 
 
 @_rule(of=Transport)
 def unread(bench: Bench, variant: Variant) -> float:
-  """Rows that hold no token are never read: experts may make NaN of them."""
+  """Rows without a token are never read: experts may return NaN for them."""
   trial, oracle, rng = bench.begin(variant)
   poisoned = oracle.poisoned()
   worst = _check_output(bench, trial, poisoned, rng)
@@ -272,68 +271,58 @@ def _compare_gradients(got, expected, **options) -> float:
 
 
 def _check_pullback(bench, trial, oracle, rng, kinds=(), names=None) -> float:
-  worst = 0.0
-  for numbers in kinds or oracle.numbers:
+  def check(numbers, limit):
     inputs = oracle.inputs(rng, numbers)
     g = oracle.inputs(rng, numbers)[0]
-    limit = bench.limit(trial.setting, numbers)
     grads, received = trial.pullback(oracle, inputs, g)
     expected = oracle
     if received:
       expected = _observed(bench.subject, oracle, received, inputs)
     want = expected.pullback(inputs, g)
     want = {name: want[name] for name in names or want}
-    error = _compare_gradients(_by_name(grads), want, limit=limit)
-    worst = max(worst, error)
-  return worst
+    return _compare_gradients(_by_name(grads), want, limit=limit)
+
+  return _worst(check, bench, trial, kinds or oracle.numbers)
 
 
-@_rule(needs=lambda subject: subject.gradients, declared_by="gradients=True")
+@_rule(gradients=True)
 def gradients(bench: Bench, variant: Variant) -> float:
   """Reverse mode gives the gradients of tokens, weights and parameters."""
   return _check_pullback(bench, *bench.begin(variant))
 
 
-@_rule(
-  _each_alignment, needs=lambda subject: subject.jvp, declared_by="jvp=True"
-)
+@_rule(_each_alignment, jvp=True)
 def jvp(bench: Bench, variant: Variant) -> float:
   """Forward mode gives the derivative along tokens, weights and parameters."""
   trial, oracle, rng = bench.begin(variant)
-  worst = 0.0
-  for numbers in oracle.numbers:
+
+  def check(numbers, limit):
     inputs, tangents = (oracle.inputs(rng, numbers) for _ in range(2))
     got, _ = trial.pushforward(oracle, inputs, tangents)
-    limit = bench.limit(trial.setting, numbers)
     want = oracle.pushforward(inputs, tangents)
-    what = "the tangent of tokens"
-    worst = max(worst, compare(what, got, want, limit=limit))
-  return worst
+    return compare("the tangent of tokens", got, want, limit=limit)
+
+  return _worst(check, bench, trial, oracle.numbers)
 
 
-@_rule(
-  _each_alignment,
-  needs=lambda subject: subject.second_order,
-  declared_by="second_order=True",
-)
+@_rule(_each_alignment, second_order=True)
 def second_order(bench: Bench, variant: Variant) -> float:
-  """Reverse mode gives the gradients of what reverse mode gives."""
+  """Reverse mode gives the gradients of the gradients."""
   trial, oracle, rng = bench.begin(variant)
-  worst = 0.0
-  for numbers in oracle.numbers:
+
+  def check(numbers, limit):
     inputs, cotangents = (oracle.inputs(rng, numbers) for _ in range(2))
     g = oracle.inputs(rng, numbers)[0]
     grads, g_g = trial.second_pullback(oracle, inputs, g, cotangents)
     want = oracle.second_pullback(inputs, g, cotangents)
-    limit = bench.limit(trial.setting, numbers)
-    got = _by_name(grads) | {"g": g_g}
-    worst = max(worst, _compare_gradients(got, want, limit=limit))
-  return worst
+    return _compare_gradients(_by_name(grads) | {"g": g_g}, want, limit=limit)
+
+  return _worst(check, bench, trial, oracle.numbers)
 
 
-@_rule(needs=lambda subject: subject.repeatable, declared_by="repeatable=True")
+@_rule(repeatable=True)
 def repeatable(bench: Bench, variant: Variant) -> float:
-  """The same inputs give the same bits each time, for any tolerance."""
+  """The same inputs give the same bits in each run, for any tolerance."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
   g = oracle.inputs(rng, "normal")[0]
@@ -363,14 +352,9 @@ def _too_small(transport: Transport, seed: int) -> list[Variant]:
   ]
 
 
-@_rule(
-  _too_small,
-  of=Transport,
-  needs=lambda transport: transport.overflow is not None,
-  declared_by="overflow=",
-)
+@_rule(_too_small, of=Transport, overflow=...)
 def overflow(bench: Bench[Transport], variant: Variant) -> float:
-  """A rank may be full; what it lacks room for is an error, or dropped."""
+  """A rank may be full; more rows are an error, or are dropped."""
   trial, oracle, rng = bench.begin(variant)
   filling = np.full_like(oracle.route[0], -1)
   filling[: trial.setting.capacity, 0] = 0
@@ -406,9 +390,9 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
-  """Returns smaller EP sizes than all other rules use.
+  """Returns variants with smaller EP sizes than in all other rules.
 
-  Every process has to take part, so there are none for several processes.
+  With several processes there are none, since every process must take part.
   """
   devices, draw = jax.device_count(), Draw(subject, seed)
   smaller = range(1, devices if jax.process_count() == 1 else 1)
@@ -418,7 +402,7 @@ def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
 
 @_rule(_fewer_ranks)
 def ep_sizes(bench: Bench, variant: Variant) -> float:
-  """Fewer ranks with more experts each give what the oracle gives, too."""
+  """Fewer ranks with more experts each also match the oracle."""
   if isinstance(bench.subject, Transport):
     for check in (sizes, rows, weights):
       check(bench, variant)
@@ -429,14 +413,14 @@ def ep_sizes(bench: Bench, variant: Variant) -> float:
 
 
 SOAK_STEPS, IN_FLIGHT = 120, 4
-# A process may grow by this after a third of the steps, in KiB. JAX may need a
-# worker thread for each step in flight.
+# Limits of growth after a third of the steps. JAX may need a worker thread for
+# each step in flight.
 GROWTH = Footprint(memory=64 << 10, heap=4 << 10, descriptors=0, threads=64)
 
 
 @_rule(_once)
 def soak(bench: Bench, variant: Variant) -> float:
-  """Many steps of changing routings are right and, on Linux, do not leak."""
+  """Many steps with changing routings are right and, on Linux, do not leak."""
   trial, _, rng = bench.begin(variant)
   setting = trial.setting
   shape = setting.ep_size * setting.tokens, setting.top_k
@@ -458,7 +442,7 @@ def soak(bench: Bench, variant: Variant) -> float:
     if step == SOAK_STEPS // 3 and sys.platform == "linux":
       finish(0)
       before = Footprint.now()
-    odds = rng.choice([0, 1, 8], setting.num_experts)  # 0: gets no tokens
+    odds = rng.choice([0, 1, 8], setting.num_experts)  # 0: no tokens
     oracle = trial.oracle(draw(rng, shape, odds))
     inputs = oracle.inputs(rng, "normal")
     pending.append((step, oracle, inputs, trial.start(oracle, inputs)))
@@ -472,30 +456,21 @@ def soak(bench: Bench, variant: Variant) -> float:
 def _all_fail(
   bench: Bench, variant: Variant, task: str, what_happened: str
 ) -> float:
-  """Checks that a task of _rank.py gives each process that is left an error."""
+  """Checks that each surviving process of a task of _rank.py gets an error."""
   for process, note in _ranks.run(bench.subject, task, variant.seed).items():
     if not note["error"]:
       raise AssertionError(f"{task}: process {process} {what_happened}")
   return 0.0
 
 
-def _located(subject: Subject) -> bool:
-  return subject.location is not None
-
-
-@_rule(_once, needs=_located, declared_by="location=", starts_ranks=True)
+@_rule(_once, starts_ranks=True, location=...)
 def processes(bench: Bench, variant: Variant) -> float:
-  """Two processes with two devices each compute what one with four does."""
+  """Two processes with two devices each match one with four devices."""
   notes = _ranks.run(bench.subject, "processes", variant.seed)
   return max(note["worst"] for note in notes.values())
 
 
-@_rule(
-  _once,
-  needs=lambda subject: _located(subject) and subject.reports_disagreement,
-  declared_by="location= and reports_disagreement=True",
-  starts_ranks=True,
-)
+@_rule(_once, starts_ranks=True, location=..., reports_disagreement=True)
 def disagreement(bench: Bench, variant: Variant) -> float:
   """If a process has another hidden size, every process gets an error."""
   return _all_fail(
@@ -507,12 +482,7 @@ def disagreement(bench: Bench, variant: Variant) -> float:
   )
 
 
-@_rule(
-  _once,
-  needs=lambda subject: _located(subject) and subject.reports_death,
-  declared_by="location= and reports_death=True",
-  starts_ranks=True,
-)
+@_rule(_once, starts_ranks=True, location=..., reports_death=True)
 def killed_rank(bench: Bench, variant: Variant) -> float:
   """If a process is killed, an op of the others fails and does not hang."""
   return _all_fail(

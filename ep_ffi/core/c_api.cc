@@ -13,7 +13,7 @@
 
 namespace {
 
-// Returns what `call` returns for the live group of this name.
+// Calls `call` with the live group of this name.
 template <typename Call>
 int32_t OnGroup(const char* name, char* error, int64_t error_bytes, Call call) {
   return ep::Export(error, error_bytes, [&] {
@@ -30,7 +30,7 @@ int32_t OnGroup(const char* name, char* error, int64_t error_bytes, Call call) {
 // Returns the version of the interface. Python calls this function first.
 EP_EXPORT int32_t ep_interface_version() { return ep::kInterfaceVersion; }
 
-// Computes the bytes of EpHandle.mem; see Group::MemBytes.
+// Computes the bytes of EpHandle.mem (Group::MemBytes).
 EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
                                      int64_t top_k, int64_t alignment,
                                      int64_t capacity, int64_t* out,
@@ -44,7 +44,7 @@ EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
   });
 }
 
-// Measures a group's HostMemory.
+// Measures the HostMemory of a group.
 EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
                                   int64_t* resident, char* error,
                                   int64_t error_bytes) {
@@ -56,15 +56,15 @@ EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
   });
 }
 
-// Starts to trace a group, for a file.
+// Starts a trace of a group.
 EP_EXPORT int32_t ep_group_trace_start(const char* name, const char* path,
                                        char* error, int64_t error_bytes) {
   return OnGroup(name, error, error_bytes,
                  [&](ep::Group& group) { return group.StartTrace(path); });
 }
 
-// Ends that, and writes the file. No effect if the group is closed: it was
-// written then.
+// Stops the trace and writes the file. No effect on a closed group, which has
+// written its file.
 EP_EXPORT int32_t ep_group_trace_stop(const char* name, char* error,
                                       int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
@@ -73,7 +73,7 @@ EP_EXPORT int32_t ep_group_trace_stop(const char* name, char* error,
   });
 }
 
-// Returns for how long ranks have waited while the group was traced.
+// Returns the seconds that ranks waited while the group was traced.
 EP_EXPORT int32_t ep_group_waited(const char* name, double* seconds,
                                   char* error, int64_t error_bytes) {
   return OnGroup(name, error, error_bytes, [&](ep::Group& group) {
@@ -82,15 +82,15 @@ EP_EXPORT int32_t ep_group_waited(const char* name, double* seconds,
   });
 }
 
-// Waits for the device; fails if it found a fault that no op has reported.
+// Waits for the device. Fails if the device found a fault that no op reported.
 EP_EXPORT int32_t ep_group_check(const char* name, char* error,
                                  int64_t error_bytes) {
   return OnGroup(name, error, error_bytes,
                  [&](ep::Group& group) { return group.Check(); });
 }
 
-// Closes a group: executables that are bound to it get errors from now on. No
-// effect if there is none of this name.
+// Closes a group. Executables that are bound to the group then get errors. No
+// effect if no group has this name.
 EP_EXPORT int32_t ep_group_close(const char* name, char* error,
                                  int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
@@ -99,9 +99,8 @@ EP_EXPORT int32_t ep_group_close(const char* name, char* error,
   });
 }
 
-// Releases a group: executables that are bound to it keep it open, and it is
-// closed when the last executable is destroyed. No effect if no group has this
-// name.
+// Releases a group. Executables that are bound to the group keep it open; the
+// last one closes it. No effect if no group has this name.
 EP_EXPORT int32_t ep_group_release(const char* name, char* error,
                                    int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
@@ -110,7 +109,7 @@ EP_EXPORT int32_t ep_group_release(const char* name, char* error,
   });
 }
 
-// Closes all groups that were released.
+// Closes all released groups.
 EP_EXPORT int32_t ep_group_close_released(char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::Registry::Get().CloseReleased();

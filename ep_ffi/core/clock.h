@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A clock that never goes back.
+// A monotonic clock.
 
 #ifndef EP_FFI_CORE_CLOCK_H_
 #define EP_FFI_CORE_CLOCK_H_
@@ -9,7 +9,7 @@
 
 namespace ep {
 
-// Returns the seconds that the clock has counted.
+// Returns the time in seconds.
 inline double Now() {
   return std::chrono::duration<double>(
              std::chrono::steady_clock::now().time_since_epoch())

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Sums must have the same bits on whichever thread they are computed. XLA:CPU's
-// threads read denormal numbers as zero, and write zero where a result would be
-// denormal; a thread of our own does not, unless its control register says so.
+// Flushing of denormals. XLA:CPU's threads read denormal numbers as zero and
+// write zero instead of a denormal result. Our threads must do the same, so
+// that a sum has the same bits on every thread.
 
 #ifndef EP_FFI_CORE_DENORMALS_H_
 #define EP_FFI_CORE_DENORMALS_H_
@@ -15,7 +15,7 @@
 
 namespace ep {
 
-// Flushes denormals on this thread, as XLA:CPU does, while it lives.
+// Flushes denormals on this thread while the object lives.
 class ScopedFlushDenormals {
  public:
   ScopedFlushDenormals() : saved_(Get()) { Set(saved_ | kFlush); }
@@ -32,7 +32,7 @@ class ScopedFlushDenormals {
     _mm_setcsr(static_cast<unsigned int>(value));
   }
 #elif defined(__aarch64__)
-  // FPCR's FZ, which flushes inputs and results.
+  // The FZ bit of FPCR flushes inputs and results.
   static constexpr uint64_t kFlush = 1 << 24;
   static uint64_t Get() {
     uint64_t value;

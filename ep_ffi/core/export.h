@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C functions that Python calls through ctypes. They have default
-// visibility; all other symbols are hidden. A function that can fail returns
-// the status code, 0 for success, and writes the message to `error`.
+// C functions for Python's ctypes. They have default visibility; all other
+// symbols are hidden. A function that can fail returns the status code, 0 for
+// success, and writes the message to `error`.
 
 #ifndef EP_FFI_CORE_EXPORT_H_
 #define EP_FFI_CORE_EXPORT_H_
@@ -18,13 +18,12 @@
 namespace ep {
 
 // The version of the interface between Python and the library: the types of the
-// exported functions and of the handlers, the handlers' attributes, and the C
-// structs and enums that Python fills in. Raise it with every change of these,
-// here and in ep/_src/native/ffi.py. Python refuses a library of another
-// version before it calls anything else.
+// exported functions and handlers, the handlers' attributes, and the C structs
+// and enums. Change it here and in ep/_src/native/ffi.py with every change of
+// these. Python refuses a library of another version before any other call.
 inline constexpr int32_t kInterfaceVersion = 1;
 
-// Runs `body`, and returns its status in that form.
+// Runs `body`, and returns its status as a C function does.
 template <typename Body>
 int32_t Export(char* error, int64_t error_bytes, Body body) {
   Status status;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The errors of ep_prepare, in the same words for every backend.
+// The errors of ep_prepare, with the same text for every backend.
 
 #ifndef EP_FFI_CORE_FAULTS_H_
 #define EP_FFI_CORE_FAULTS_H_
@@ -27,8 +27,8 @@ inline Status RepeatedId(int64_t token, int64_t k, int64_t id) {
                        "-1 for an unused choice)"));
 }
 
-// `program` and `group` are the positions of the rank in the meshes of the two,
-// numbered as in PrepareArgs::place.
+// `program` and `group` are the rank's positions in the meshes of the program
+// and the group, as in PrepareArgs::place.
 inline Status OtherPlace(int64_t program, int64_t group, int64_t ep_size) {
   return Status(
       Code::kFailedPrecondition,

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The 16-bit floating-point types, and their conversions from and to float32.
+// 16-bit floating-point types, and their conversions from and to float32.
 //
-// The conversions have no branches, so that the compiler vectorizes the loop of
-// a caller, for whichever vector unit that caller is compiled. They round to
-// nearest, ties to even; a NaN stays a NaN.
+// The conversions have no branches, so that the compiler vectorizes loops that
+// call them. They round to nearest, ties to even. A NaN stays a NaN.
 
 #ifndef EP_FFI_CORE_FLOAT_TYPES_H_
 #define EP_FFI_CORE_FLOAT_TYPES_H_
@@ -19,8 +18,7 @@
 
 namespace ep {
 
-// Returns the bits of the exponent, which are all ones if a number is not
-// finite.
+// Returns the bits of the exponent, which are all ones in infinities and NaNs.
 inline uint32_t ExponentBits(DType dtype) {
   return dtype == DType::kFloat32    ? 0x7f800000
          : dtype == DType::kBFloat16 ? 0x7f80
@@ -51,7 +49,7 @@ EP_ALWAYS_INLINE float ToFloat(BFloat16 value) {
   return FloatFromBits(static_cast<uint32_t>(value.bits) << 16);
 }
 EP_ALWAYS_INLINE float ToFloat(Float16 value) {
-  constexpr uint32_t kBias = (127 - 15) << 23;  // between the exponents
+  constexpr uint32_t kBias = (127 - 15) << 23;  // difference of the biases
   const uint32_t sign = (value.bits & 0x8000u) << 16;
   const int32_t magnitude = value.bits & 0x7fff;
   const uint32_t normal = (magnitude << 13) + kBias;

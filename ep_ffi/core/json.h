@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Parts of JSON texts.
+// Functions that format JSON.
 
 #ifndef EP_FFI_CORE_JSON_H_
 #define EP_FFI_CORE_JSON_H_
@@ -25,7 +25,7 @@ inline std::string Quoted(const std::string& text) {
   return out + '"';
 }
 
-// Returns a list of what `format` makes of each item.
+// Returns a JSON list of the items, each formatted by `format`.
 template <typename Items, typename Format>
 std::string List(const Items& items, Format format) {
   std::string out;

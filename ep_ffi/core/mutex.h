@@ -1,26 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Locks for Clang's thread safety analysis. Attributes say which lock guards
-// which member, and which lock a function needs; a build with --config=clang
-// fails where the code does not keep to them. They are empty for a compiler
-// without the analysis.
+// Mutexes with attributes for Clang's thread safety analysis, after
+// https://clang.llvm.org/docs/ThreadSafetyAnalysis.html#mutex-h. A build with
+// --config=clang fails where the code accesses a member without its mutex.
+// Other compilers ignore the attributes.
 //
-//   class Counter {
-//    public:
-//     void Increment() {
-//       MutexLock lock(mutex_);
-//       Add(1);
-//     }
-//
-//    private:
-//     void Add(int n) EP_REQUIRES(mutex_) { count_ += n; }
-//
-//     Mutex mutex_;
-//     int count_ EP_GUARDED_BY(mutex_) = 0;
-//   };
-//
-// The analysis sees through a loop and not into a lambda. So one waits in a
-// loop rather than with a predicate:
+// The analysis does not see into lambdas, so wait in a loop, not with a
+// predicate:
 //
 //   MutexLock lock(mutex_);
 //   while (tasks_.empty()) changed_.Wait(mutex_);
@@ -38,35 +24,19 @@
 #define EP_THREAD_ANNOTATION(x)
 #endif
 
-// Declares a member that is read and written only under the lock.
+// See the page above for each attribute.
 #define EP_GUARDED_BY(mutex) EP_THREAD_ANNOTATION(guarded_by(mutex))
-
-// Declares a pointer whose target is read and written only under the lock.
 #define EP_PT_GUARDED_BY(mutex) EP_THREAD_ANNOTATION(pt_guarded_by(mutex))
-
-// Declares a function whose caller holds the lock.
 #define EP_REQUIRES(...) EP_THREAD_ANNOTATION(requires_capability(__VA_ARGS__))
-
-// Declares a function whose caller does not hold the lock, because the function
-// takes it, or may run code that does.
 #define EP_EXCLUDES(...) EP_THREAD_ANNOTATION(locks_excluded(__VA_ARGS__))
-
-// Declares a function that takes the lock and returns with it.
 #define EP_ACQUIRE(...) EP_THREAD_ANNOTATION(acquire_capability(__VA_ARGS__))
-
-// Declares a function that releases the lock.
 #define EP_RELEASE(...) EP_THREAD_ANNOTATION(release_capability(__VA_ARGS__))
-
-// Declares a class whose objects are locks.
 #define EP_CAPABILITY(name) EP_THREAD_ANNOTATION(capability(name))
-
-// Declares a class that takes a lock in its constructor and releases it in its
-// destructor.
 #define EP_SCOPED_CAPABILITY EP_THREAD_ANNOTATION(scoped_lockable)
 
 namespace ep {
 
-// The lock of the standard library, which has no attributes.
+// A std::mutex with attributes.
 class EP_CAPABILITY("mutex") Mutex {
  public:
   Mutex() = default;
@@ -82,8 +52,8 @@ class EP_CAPABILITY("mutex") Mutex {
   std::mutex mutex_;
 };
 
-// Holds a mutex for as long as this object lives. In between, the owner may
-// unlock the mutex and lock it again.
+// Holds a mutex while the object lives. The owner may unlock it in between, and
+// lock it again.
 class EP_SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) EP_ACQUIRE(mutex) : mutex_(mutex) {
@@ -97,8 +67,8 @@ class EP_SCOPED_CAPABILITY MutexLock {
   Mutex& mutex_;
 };
 
-// The caller of a wait holds the mutex before and after, not meanwhile. A wait
-// may end without a notification.
+// The caller of a wait holds the mutex, which the wait releases meanwhile. A
+// wait may end without a notification.
 class CondVar {
  public:
   CondVar() = default;
@@ -111,7 +81,7 @@ class CondVar {
     lock.release();
   }
 
-  // Returns false once the time has come.
+  // Returns false at the deadline.
   bool WaitUntil(Mutex& mutex, std::chrono::steady_clock::time_point time)
       EP_REQUIRES(mutex) {
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);

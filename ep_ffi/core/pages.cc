@@ -13,10 +13,10 @@ namespace {
 
 constexpr int64_t kHugePage = 2 << 20;  // of x86-64 and arm64
 
-// Below this, a call of the kernel costs more than the zeros.
+// Below this size, a system call takes longer than writing zeros.
 constexpr int64_t kLeastToReturn = 256 << 10;
 
-// The part of an array that consists of whole pages.
+// The whole pages of an array.
 struct Pages {
   Pages(std::byte* data, int64_t bytes, int64_t page) {
     const int64_t skipped = -reinterpret_cast<uintptr_t>(data) & (page - 1);
@@ -29,9 +29,8 @@ struct Pages {
   int64_t bytes = 0;
 };
 
-// Returns false where the pages would not be zeros when they are used again:
-// pages of a file, or shared with another process. MADV_FREE refuses just
-// these.
+// Returns false if the kernel would not zero the pages: pages of a file, or
+// shared pages. MADV_FREE refuses both.
 bool ReturnToKernel(const Pages& pages) {
   return madvise(pages.data, pages.bytes, MADV_FREE) == 0 &&
          madvise(pages.data, pages.bytes, MADV_DONTNEED) == 0;
@@ -41,7 +40,7 @@ bool ReturnToKernel(const Pages& pages) {
 
 void PreferHugePages(std::byte* data, int64_t bytes) {
   const Pages pages(data, bytes, kHugePage);
-  // This fails where the kernel has none, and then changes nothing.
+  // A kernel without huge pages fails and changes nothing.
   if (pages.bytes > 0) (void)madvise(pages.data, pages.bytes, MADV_HUGEPAGE);
 }
 

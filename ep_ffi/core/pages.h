@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Requests to the kernel that cost less than touching each page of an array.
+// Operations on whole pages.
 //
-// XLA gives most ops fresh memory, which the kernel fills with zeros a page at
-// a time when it is first touched. That takes longer than our rows do.
+// XLA gives most ops fresh memory. The kernel zeroes each page at its first
+// access, which takes longer than copying our rows.
 
 #ifndef EP_FFI_CORE_PAGES_H_
 #define EP_FFI_CORE_PAGES_H_
@@ -13,16 +13,15 @@
 
 namespace ep {
 
-// Asks for huge pages where an array of this size is about to be written: one
-// fault in place of 512.
+// Asks the kernel for huge pages for an array: one page fault instead of 512.
 void PreferHugePages(std::byte* data, int64_t bytes);
 
-// Writes zeros. Where whole pages are anonymous memory of this process, it
-// returns them to the kernel instead: a page that is read is filled with zeros
-// then, and one that is not read takes no memory.
+// Writes zeros. It returns whole pages of private anonymous memory to the
+// kernel, which zeroes such a page at its next access; unread pages take no
+// memory.
 void WriteZeros(std::byte* data, int64_t bytes);
 
-// Returns how many bytes are resident of an array that begins with a page.
+// Returns the resident bytes of an array that begins at a page border.
 int64_t ResidentBytes(std::byte* data, int64_t bytes);
 
 }  // namespace ep

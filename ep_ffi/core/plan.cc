@@ -15,11 +15,11 @@ constexpr uint64_t kMagic = 0x316e616c705f7065;  // "ep_plan1"
 
 struct PlanHeader {
   uint64_t magic;
-  uint64_t dims_hash;    // of the PlanDims it was made for, but for `drop`
-  uint64_t fingerprint;  // of the choices of all ranks
+  uint64_t dims_hash;    // of the PlanDims, without `drop`
+  uint64_t fingerprint;  // a hash of the choices of all ranks
   int64_t rank;
   int64_t num_slots;
-  uint64_t checksum;  // of the above and of the routes that movers read
+  uint64_t checksum;  // of the fields above and the routes that movers read
 };
 
 constexpr int64_t kHeaderBytes = 64;
@@ -29,15 +29,15 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Hashes what a reader of a plan relies on. The policy on overflow is no part:
-// the first of two prepares may drop for a layer that fails.
+// Hashes the sizes that a reader of a plan relies on. The overflow policy is
+// not among them: a plan of a dropping layer may serve a layer that fails.
 uint64_t HashDims(const PlanDims& d) {
   return Hash({d.num_experts, d.ep_size, d.num_tokens, d.top_k, d.capacity,
                d.alignment});
 }
 
-// Returns a sum that changes with any one word, since odd factors have an
-// inverse modulo 2^64, and with nearly all other accidental changes.
+// Returns a weighted sum of the routes. Odd weights have an inverse modulo
+// 2^64, so every change of a single word changes the sum.
 uint64_t SumOf(const Route* routes, int64_t count) {
   uint64_t sum = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -69,8 +69,8 @@ int64_t Count(const ChoicesView& choices, int64_t expert) {
   return choices.starts[expert + 1] - choices.starts[expert];
 }
 
-// Checks the choices of one rank, which come from a peer, and adds them to the
-// fingerprint.
+// Checks the choices of one rank, which may be a peer's, and hashes them into
+// the fingerprint.
 Status ReadChoices(const PlanDims& dims, int64_t rank,
                    const ChoicesView& choices, uint64_t* fingerprint) {
   bool valid = choices.starts[0] == 0 &&
@@ -78,8 +78,7 @@ Status ReadChoices(const PlanDims& dims, int64_t rank,
   for (int64_t e = 0; valid && e < dims.num_experts; ++e) {
     valid = choices.starts[e] <= choices.starts[e + 1];
   }
-  // One pass finds the largest choice, and a sum with a factor for each place,
-  // which tells one order from another.
+  // Finds the largest choice, and a weighted sum, which depends on the order.
   const int64_t num_used = valid ? choices.starts[dims.num_experts] : 0;
   uint32_t largest = 0, sum = 0;
   for (int64_t i = 0; i < num_used; ++i) {
@@ -100,9 +99,9 @@ Status ReadChoices(const PlanDims& dims, int64_t rank,
   return Status();
 }
 
-// Returns the first slot of each local expert's slab on `rank`, and at the end
-// the number of slots that the rank needs. Slabs ascend by expert, and each is
-// padded to the alignment.
+// Returns the first slot of each local expert's slab on `rank`, and then the
+// number of slots that the rank needs. Slabs ascend by expert and are padded to
+// the alignment.
 std::vector<int64_t> SlabOffsets(const PlanDims& dims, int64_t rank,
                                  const std::vector<ChoicesView>& choices) {
   const int64_t num_local = dims.num_local_experts();
@@ -132,7 +131,7 @@ Status ValidateDims(const PlanDims& d) {
                          " must be positive, and num_experts a multiple of "
                          "ep_size"));
   }
-  // Every sum of slots stays below P (T K) + L alignment.
+  // Bounds every sum of slots by P (T K) + L alignment.
   constexpr double kMax = std::numeric_limits<int32_t>::max();
   if (static_cast<double>(d.ep_size) * d.num_tokens * d.top_k +
               static_cast<double>(d.num_local_experts()) * d.alignment >
@@ -199,7 +198,7 @@ Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
   std::fill(send, send + dims.num_choices(), kNoRoute);
   std::fill(recv, recv + capacity, kNoRoute);
 
-  // Writes where this rank's tokens go, destination by destination.
+  // Routes this rank's tokens, destination by destination.
   const ChoicesView& mine = choices[rank];
   int64_t max_wanted = 0;
   for (int64_t dest = 0; dest < dims.ep_size; ++dest) {
@@ -226,7 +225,7 @@ Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
     out.kept[i] = send[i].rank >= 0;
   }
 
-  // Writes what arrives in this rank's slots.
+  // Routes the tokens that arrive in this rank's slots.
   const std::vector<int64_t> offsets = SlabOffsets(dims, rank, choices);
   for (int64_t j = 0; j < num_local; ++j) {
     int64_t slot = std::min(offsets[j], capacity);

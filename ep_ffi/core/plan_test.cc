@@ -52,7 +52,6 @@ Status Open(const PlanDims& dims, int64_t rank,
   return Plan::Open(dims, rank, mem.data(), mem.size(), &plan);
 }
 
-// Opens a valid plan.
 Plan OpenValid(const PlanDims& dims, int64_t rank,
                const std::vector<std::byte>& mem) {
   Plan plan;
@@ -96,7 +95,7 @@ TEST(PlanTest, RandomPlansMatchTheContract) {
 }
 
 TEST(SortChoicesTest, RejectsIdsOutOfRange) {
-  // The last one is 0 in its low 32 bits.
+  // The low 32 bits of the last id are 0.
   for (int64_t bad : {int64_t{4}, int64_t{-2}, int64_t{1} << 32}) {
     std::vector<int64_t> topk_idx = kSmallChoices[0];
     topk_idx[3] = bad;
@@ -122,7 +121,7 @@ TEST(BuildPlanTest, AFullCapacityIsEnough) {
   EXPECT_TRUE(Build(dims, 0, kSmallChoices).status.ok());
 }
 
-TEST(BuildPlanTest, CorruptChoicesOfAPeerAreAnError) {
+TEST(BuildPlanTest, RejectsCorruptChoicesOfAPeer) {
   const std::vector<SortedChoices> good = SortAll(kSmall, kSmallChoices);
   const int32_t huge = std::numeric_limits<int32_t>::max();
   struct {
@@ -146,7 +145,7 @@ TEST(BuildPlanTest, CorruptChoicesOfAPeerAreAnError) {
   }
 }
 
-TEST(PlanTest, OpensOnlyForItsOwnSizes) {
+TEST(PlanTest, OpensOnlyForItsSizes) {
   const BuiltPlan prepared = Build(kSmall, 1, kSmallChoices);
   ASSERT_TRUE(Open(kSmall, 1, prepared.mem).ok());
   // A plan for any of these sizes has the same number of bytes.
@@ -165,7 +164,7 @@ TEST(PlanTest, OpensOnlyForItsOwnSizes) {
   }
 }
 
-// A plan without drops is the same for both policies.
+// The plan does not depend on the policy if it drops nothing.
 TEST(PlanTest, OpensForTheOtherOverflowPolicy) {
   PlanDims dropping = kSmall;
   dropping.drop = true;
@@ -174,7 +173,7 @@ TEST(PlanTest, OpensForTheOtherOverflowPolicy) {
   EXPECT_EQ(Build(kSmall, 1, kSmallChoices).mem, dropped.mem);
 }
 
-TEST(PlanTest, RejectsWhatIsNoPlanOfThisRank) {
+TEST(PlanTest, RejectsBytesThatAreNotAPlanOfThisRank) {
   const std::vector<std::byte> mem = Build(kSmall, 1, kSmallChoices).mem;
   EXPECT_EQ(Code::kInvalidArgument, Open(kSmall, 0, mem).code());
   EXPECT_EQ(Code::kInvalidArgument,
@@ -191,8 +190,8 @@ TEST(PlanTest, RejectsWhatIsNoPlanOfThisRank) {
             Plan::Open(kSmall, 1, moved.data() + 1, mem.size(), &plan).code());
 }
 
-// Movers do not read routes past the used slots, nor padding.
-TEST(PlanTest, RejectsEveryChangeOfWhatMoversRead) {
+// Movers read neither padding nor routes past the used slots.
+TEST(PlanTest, RejectsEveryChangedBitThatMoversRead) {
   const BuiltPlan prepared = Build(kSmall, 0, kSmallChoices);
   const Plan plan = OpenValid(kSmall, 0, prepared.mem);
   const auto* bytes = prepared.mem.data();
@@ -211,7 +210,7 @@ TEST(PlanTest, RejectsEveryChangeOfWhatMoversRead) {
   }
 }
 
-TEST(PlanTest, RejectsRoutesThatChangedPlaces) {
+TEST(PlanTest, RejectsSwappedRoutes) {
   std::vector<std::byte> mem = Build(kSmall, 0, kSmallChoices).mem;
   std::byte* routes = mem.data() + 64;
   ASSERT_NE(0, std::memcmp(routes, routes + sizeof(Route), sizeof(Route)));
@@ -219,7 +218,7 @@ TEST(PlanTest, RejectsRoutesThatChangedPlaces) {
   EXPECT_EQ(Code::kInvalidArgument, Open(kSmall, 0, mem).code());
 }
 
-TEST(PlanTest, TheFingerprintTellsRoutingsAndDomainsApart) {
+TEST(PlanTest, FingerprintsDifferByRoutingAndDomain) {
   Choices other = kSmallChoices;
   other[1][0] = 2;
   std::set<uint64_t> fingerprints;
@@ -232,7 +231,7 @@ TEST(PlanTest, TheFingerprintTellsRoutingsAndDomainsApart) {
   EXPECT_EQ(4u, fingerprints.size());
 }
 
-TEST(ValidateDimsTest, RejectsSizesThatMakeNoSense) {
+TEST(ValidateDimsTest, RejectsInvalidSizes) {
   struct {
     const char* what;
     int64_t PlanDims::* field;

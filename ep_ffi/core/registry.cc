@@ -6,8 +6,7 @@
 namespace ep {
 
 Registry& Registry::Get() {
-  // Leaked because device threads may outlive the destructors of static
-  // objects.
+  // Leaked: device threads may outlive static objects.
   static Registry* registry = new Registry();
   return *registry;
 }

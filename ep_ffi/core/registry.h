@@ -2,10 +2,10 @@
 
 // The live groups of this process, by name.
 //
-// XLA hands an FFI handler attributes and buffers, nothing else, so a
-// compiled program can name its group only by a string that is the same on
-// every rank. This table, which turns the name into a `Group` when a program is
-// instantiated, is the only state that the library keeps for the process.
+// XLA gives an FFI handler attributes and buffers only, so a compiled program
+// names its group by a string, which is the same on every rank. The registry
+// finds the `Group` when XLA instantiates the program. It is the library's only
+// global state.
 
 #ifndef EP_FFI_CORE_REGISTRY_H_
 #define EP_FFI_CORE_REGISTRY_H_
@@ -30,39 +30,37 @@ struct Binding {
   std::string config;  // see Registry::Add
 };
 
-// Thread-safe. Functions of a group are called without the lock, since they may
-// come back here.
+// Thread-safe. The registry calls a group without holding its lock, since the
+// group may call the registry.
 class Registry {
  public:
   static Registry& Get();
 
-  // Returns null if there is none of this name.
+  // Returns the group of this name, or null.
   std::shared_ptr<Group> Find(const std::string& name);
-  // Fails if a live group has this name. `config` is a text of what programs of
-  // the group rely on, above all its sizes. An exported program may find a
-  // group of the same name with other sizes.
+  // Fails if a live group has this name. `config` describes the group, above
+  // all its sizes: an exported program may find another group of the same name.
   Status Add(const std::string& name, const std::string& config,
              std::shared_ptr<Group> group);
-  // Removes and returns the group, null if there is none. Executables that
-  // are bound to it keep it alive.
+  // Removes and returns the group of this name, or null. Bound executables keep
+  // the group alive.
   std::shared_ptr<Group> Remove(const std::string& name);
 
-  // Removes a group that its user has dropped without closing it. Its
-  // destructor closes it, when the last executable that is bound to it is
-  // destroyed.
+  // Removes a group that its user dropped without closing it. The group closes
+  // when the last bound executable is destroyed.
   void Release(const std::string& name);
-  // Closes the groups that were released and are still alive.
+  // Closes the released groups that are still alive.
   void CloseReleased();
 
   void FailRun(int64_t run_id, const Status& status);  // in all groups
 
-  // Binds the op at `position` of the program that is being instantiated. The
-  // group is null if there is none of this name.
+  // Binds the op at `position` of the program that XLA instantiates. The group
+  // is null if no live group has this name.
   //
-  // XLA inlines a function that a program calls twice, and both copies of an
-  // op in it have the same position. Their numbers tell them apart: the order
-  // of their instantiation, which follows the schedule of the program and is
-  // therefore the same in every process.
+  // If a program calls a function twice, XLA inlines it twice, and both copies
+  // of an op have the same position. `clone` counts the copies in the order of
+  // their instantiation, which follows XLA's schedule and is the same in every
+  // process.
   Binding Bind(const std::string& name, const std::string& program,
                int64_t position);
 
@@ -70,14 +68,13 @@ class Registry {
   struct Entry {
     std::shared_ptr<Group> group;
     std::string config;
-    // The next clone of each program and position.
+    // The next clone by program and position.
     std::map<std::pair<std::string, int64_t>, int64_t> clones;
   };
 
   Mutex mutex_;
-  // The live groups by name.
   std::map<std::string, Entry> entries_ EP_GUARDED_BY(mutex_);
-  // The released groups; some may have been destroyed.
+  // Some of them may be destroyed.
   std::vector<std::weak_ptr<Group>> released_ EP_GUARDED_BY(mutex_);
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The result of an operation: a code that XLA and JAX users know, and a
-// sentence that names the op, what was expected, what came, and the cure.
+// The result of an operation: a code as in absl::Status, and a message that
+// names the op, the expected and the actual values, and a remedy.
 
 #ifndef EP_FFI_CORE_STATUS_H_
 #define EP_FFI_CORE_STATUS_H_
@@ -14,18 +14,19 @@
 
 namespace ep {
 
-// The subset of the canonical codes that expert parallelism needs.
+// The canonical status codes that this library uses.
 enum class Code : uint8_t {
   kOk,
-  kInvalidArgument,     // this input is wrong, whatever the state
+  kInvalidArgument,     // the input is wrong in any state
   kFailedPrecondition,  // the group or the handle is in the wrong state
-  kResourceExhausted,   // more rows than the receive capacity; no memory
-  kDeadlineExceeded,    // a peer did not come in time
-  kUnavailable,         // a peer has ended
+  kResourceExhausted,   // the capacity or the memory is too small
+  kDeadlineExceeded,    // a peer did not post in time
+  kUnavailable,         // a peer closed the group or died
   kInternal,            // a bug in this library
 };
 
-// The exit code of a process that ends itself, since it would wait for ever.
+// The exit code of a process that terminates because it would wait
+// indefinitely.
 constexpr int kExitCode = 70;
 
 class [[nodiscard]] Status {
@@ -43,7 +44,7 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// Returns from the enclosing function if `expr` is a failure.
+// Returns `expr` from the enclosing function if it is a failure.
 #define EP_RETURN_IF_ERROR(expr)                    \
   do {                                              \
     if (::ep::Status s = (expr); !s.ok()) return s; \

@@ -8,7 +8,7 @@
 namespace ep {
 namespace {
 
-// Returns the begin of a line about an exchange.
+// Returns the first fields of a line about an op.
 std::string Name(const TracedOp& op) {
   return StrCat("{\"op\":", Quoted(OpName(op.op)),
                 ",\"layer\":", Quoted(op.layer),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Structs of XLA's c_api.h and collectives_c_api.h in jaxlib 0.11.2, which our
-// FFI headers do not have. Later versions add fields at their ends.
+// FFI headers lack. Newer versions append fields.
 
 #ifndef EP_FFI_HANDLERS_COLLECTIVES_H_
 #define EP_FFI_HANDLERS_COLLECTIVES_H_

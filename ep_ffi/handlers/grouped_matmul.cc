@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// ep_grouped_matmul is the primitive of ep/_src/matmul/grouped_matmul.py. It
-// belongs to no group. `missing` tells which of the rows X [C, F], the matrices
-// W [L, F, G] and the outs Y [C, G] of each pair it computes from the others,
-// in this order with the operands of all pairs one after another:
+// ep_grouped_matmul, the primitive of ep/_src/matmul/grouped_matmul.py. It has
+// no group. Its arguments are the rows X [C, F], the matrices W [L, F, G] of
+// all pairs, and the outs Y [C, G] of all pairs. The attribute `missing` names
+// the argument that the handler computes; the others are operands:
 //
 //   (sizes s32[L], segments s32[L, S], operands...) -> missing...
 
@@ -70,7 +70,7 @@ Status GroupedMatmulOn(const ffi::AnyBuffer& sizes,
   EP_RETURN_IF_ERROR(DecodeArray("segments", segments, ffi::DataType::S32,
                                  args.num_slabs * args.num_segments,
                                  &args.segments));
-  // The results take the place of the missing argument in the list of all.
+  // Insert the result buffers at the position of the missing argument.
   std::vector<ffi::AnyBuffer> buffers;
   const size_t num_pairs = (operands.size() + results.size()) / 2;
   const size_t place = args.missing == Missing::kRows       ? 0
@@ -96,8 +96,8 @@ ffi::Error RunGroupedMatmul(int32_t device, ffi::ThreadPool pool,
                             ffi::RemainingArgs operands,
                             ffi::RemainingRets results, int64_t missing,
                             int64_t tail) {
-  Handover& handover = Handover::OfDevice(device);
-  handover.FromXla();
+  TsanEdge& edge = TsanEdge::DeviceOps(device);
+  edge.Acquire();
   ThreadPoolExecutor executor(pool);
   Status status;
   try {
@@ -106,7 +106,7 @@ ffi::Error RunGroupedMatmul(int32_t device, ffi::ThreadPool pool,
   } catch (const std::exception& e) {
     status = Status(Code::kInternal, StrCat("grouped_matmul: ", e.what()));
   }
-  handover.ToXla();
+  edge.Release();
   return ToError(status);
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests what all handlers share, and what they do with communicators that XLA
-// lends, over a stand-in for XLA's table of functions and its extension.
+// Tests the shared parts of the handlers, and borrowed communicators with a
+// fake of XLA's function table and extension.
 
 #include <gtest/gtest.h>
 
@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
+#include "ep_ffi/handlers/borrowed_communicator.h"
 #include "ep_ffi/handlers/collectives.h"
-#include "ep_ffi/handlers/lent.h"
 #include "ep_ffi/handlers/op_call.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -38,7 +38,7 @@ struct Api {
 };
 static_assert(offsetof(Api, find) == sizeof(XLA_FFI_Api));
 
-// XLA, whose context of a call is this object.
+// Fakes XLA. A call's context is a pointer to this object.
 struct Xla {
   Extension other = {sizeof(Extension), 7, 0, 1, &collectives.base};
   Collectives collectives = {
@@ -107,7 +107,7 @@ Domains Pairs() {
   return domains;
 }
 
-TEST(LentTest, DomainsLieAlongAnAxisOfTheMesh) {
+TEST(BorrowedCommunicatorTest, DomainsLieAlongAnAxisOfTheMesh) {
   const std::vector<std::pair<int64_t, Places>> cases = {
       {0, {0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11}},
       {1, {0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11}},
@@ -119,13 +119,13 @@ TEST(LentTest, DomainsLieAlongAnAxisOfTheMesh) {
   }
 }
 
-TEST(LentTest, WithoutAxesThereAreNoDomains) {
+TEST(BorrowedCommunicatorTest, WithoutAxesThereAreNoDomains) {
   Domains domains;
   EXPECT_TRUE(Decode(0, {}, &domains).ok());
   EXPECT_EQ(0, domains.size);
 }
 
-TEST(LentTest, WhatIsNoMeshIsRefused) {
+TEST(BorrowedCommunicatorTest, RefusesInvalidMeshes) {
   const std::vector<std::pair<int64_t, Places>> cases = {
       {-1, {2}},
       {1, {2}},
@@ -139,7 +139,7 @@ TEST(LentTest, WhatIsNoMeshIsRefused) {
   }
 }
 
-TEST(LentTest, ACommunicatorIsAskedForAndLent) {
+TEST(BorrowedCommunicatorTest, RequestsAndFindsCommunicators) {
   Xla xla;
   const Domains domains = Pairs();
   void* communicator = nullptr;
@@ -149,7 +149,7 @@ TEST(LentTest, ACommunicatorIsAskedForAndLent) {
   EXPECT_EQ(&xla.communicator, communicator);
 }
 
-TEST(LentTest, NewerMinorVersionsAreTaken) {
+TEST(BorrowedCommunicatorTest, AcceptsNewerMinorVersions) {
   Xla xla;
   xla.collectives.base.minor_version = 3;
   xla.collectives.base.struct_size += 32;
@@ -157,7 +157,7 @@ TEST(LentTest, NewerMinorVersionsAreTaken) {
   EXPECT_EQ(2u, xla.requested.size());
 }
 
-TEST(LentTest, AnUnknownVersionIsASentence) {
+TEST(BorrowedCommunicatorTest, ExplainsAnUnknownVersion) {
   for (bool is_short : {false, true}) {
     Xla xla;
     xla.collectives.base.major_version = is_short ? 0 : 1;
@@ -175,9 +175,9 @@ TEST(LentTest, AnUnknownVersionIsASentence) {
   }
 }
 
-// The table of functions is too short, the extension is not there, or the group
-// has a communicator of its own.
-TEST(LentTest, NothingIsLent) {
+// The function table is too short, there is no extension, or the group has its
+// own communicator.
+TEST(BorrowedCommunicatorTest, MayFindNothing) {
   for (int why : {0, 1, 2}) {
     Xla xla;
     if (why == 0) xla.api.base.struct_size = sizeof(XLA_FFI_Api);
@@ -191,7 +191,7 @@ TEST(LentTest, NothingIsLent) {
   }
 }
 
-TEST(LentTest, AnErrorOfXlaIsPassedOn) {
+TEST(BorrowedCommunicatorTest, PassesOnErrorsOfXla) {
   Xla xla;
   xla.fails = true;
   void* communicator = nullptr;
@@ -203,8 +203,8 @@ TEST(LentTest, AnErrorOfXlaIsPassedOn) {
   EXPECT_EQ(nullptr, communicator);
 }
 
-// A group fails before it is given the call: ep_prepare asks it for a size.
-TEST(OpCallTest, AnOpAfterFinalizeIsNamed) {
+// The group fails before it gets the call: ep_prepare asks for a size first.
+TEST(OpCallTest, AnErrorAfterFinalizeNamesTheOp) {
   const auto groups = nccl::ConnectAll(/*timeout_s=*/10);
   for (const auto& group : groups) (void)group->Close();
   Layer layer = {};
@@ -225,7 +225,7 @@ TEST(OpCallTest, AnOpAfterFinalizeIsNamed) {
   EXPECT_NE(std::string::npos, message->find("was finalized")) << *message;
 }
 
-// Asks a handler for its traits as XLA does.
+// Queries the traits of a handler as XLA does.
 XLA_FFI_Handler_Traits TraitsOf(XLA_FFI_Handler* handler) {
   XLA_FFI_Metadata metadata = {};
   metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;
@@ -242,8 +242,8 @@ XLA_FFI_Handler_Traits TraitsOf(XLA_FFI_Handler* handler) {
 }
 
 // A command buffer would record ops that load kernels, and replay them on
-// another stream than XLA's collectives use.
-TEST(TraitsTest, NothingIsRecordedIntoCommandBuffers) {
+// another stream than the stream of XLA's collectives.
+TEST(TraitsTest, NoHandlerMayBeRecordedIntoCommandBuffers) {
   for (XLA_FFI_Handler* handler :
        {ep_prepare, ep_dispatch, ep_dispatch_bwd, ep_combine, ep_combine_bwd}) {
     EXPECT_EQ(0u, TraitsOf(handler));

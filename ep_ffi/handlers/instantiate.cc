@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The handler that runs once per op of a compiled program. It finds the op's
-// group and keeps it alive as long as the executable.
+// The instantiate handler of all ops. XLA calls it once per op of an
+// executable. It finds the op's group and keeps the group alive.
 
 #include <string_view>
 #include <utility>
@@ -52,7 +52,7 @@ ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
       std::move(binding.group),
       MakeSite(std::move(layer), std::string(program), position, binding.clone),
       std::move(domains)});
-  Handover::OfNewStates().ToXla();
+  TsanEdge::NewStates().Release();
   return state;
 }
 

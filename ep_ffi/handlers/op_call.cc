@@ -20,7 +20,7 @@ std::optional<ep::OpCall> xla::ffi::CtxDecoding<ep::OpCall>::Decode(
 namespace ep {
 namespace {
 
-// By `Code`.
+// Indexed by `Code`.
 constexpr ffi::ErrorCode kErrorCodes[] = {
     ffi::ErrorCode::kOk,
     ffi::ErrorCode::kInvalidArgument,
@@ -42,14 +42,14 @@ ffi::Error ToError(const Status& status) {
 ffi::Future Submit(
     Op op, const OpCall& context,
     const std::function<Status(Group& group, Call call)>& start) {
-  Handover& handover = Handover::OfDevice(context.device);
-  Handover::OfNewStates().FromXla();
-  handover.FromXla();
+  TsanEdge& edge = TsanEdge::DeviceOps(context.device);
+  TsanEdge::NewStates().Acquire();
+  edge.Acquire();
   ffi::Promise promise;
   ffi::Future future(promise);
-  auto done = [promise, &handover](Status status) mutable {
-    Handover::OfUsedStates().ToXla();
-    handover.ToXla();
+  auto done = [promise, &edge](Status status) mutable {
+    TsanEdge::UsedStates().Release();
+    edge.Release();
     if (status.ok()) return promise.SetAvailable();
     promise.SetError(ToError(status));
   };
@@ -78,8 +78,8 @@ ffi::Future Submit(
                 StrCat(OpName(op, context.state->site.layer.name), ": ",
                        started.message())));
   }
-  Handover::OfUsedStates().ToXla();
-  handover.ToXla();
+  TsanEdge::UsedStates().Release();
+  edge.Release();
   return future;
 }
 
@@ -105,13 +105,6 @@ std::optional<DType> ToDType(ffi::DataType type) {
     default:
       return std::nullopt;
   }
-}
-
-Status DecodeMem(const ffi::AnyBuffer& buffer, Mem* out) {
-  if (buffer.element_type() != ffi::DataType::U8) return Mismatch("mem");
-  *out = {static_cast<const std::byte*>(buffer.untyped_data()),
-          static_cast<int64_t>(buffer.element_count())};
-  return Status();
 }
 
 }  // namespace ep

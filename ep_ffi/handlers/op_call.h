@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The parts that all handlers share: the state of an op, the decoding of a
-// call's context and buffers, and the way from a `Status` to an `ffi::Future`.
+// Shared parts of all handlers: the state of an op, decoding of contexts and
+// buffers, and conversion of a `Status` to an `ffi::Future`.
 //
-// The handler of an op is in the file of its name and has one body for all
-// platforms. A platform adds the decoding of what is particular in the context
-// of a call: cpu.cc or cuda.cc.
+// An op has one handler for all platforms. cpu.cc and cuda.cc decode the
+// platform's part of a call's context.
 
 #ifndef EP_FFI_HANDLERS_OP_CALL_H_
 #define EP_FFI_HANDLERS_OP_CALL_H_
@@ -20,20 +19,19 @@
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/export.h"
 #include "ep_ffi/core/status.h"
-#include "ep_ffi/handlers/handover.h"
-#include "ep_ffi/handlers/lent.h"
+#include "ep_ffi/handlers/borrowed_communicator.h"
+#include "ep_ffi/handlers/tsan.h"
 #include "xla/ffi/api/ffi.h"
 
 // Defines a C function that ep/_src/native/ffi.py registers as a handler. XLA's
-// macro has no place for its visibility, so a declaration comes first. A
-// binding is needed only where XLA cannot tell it from the types of the
-// parameters.
+// macro cannot set the visibility, so a declaration comes first. Pass a binding
+// where XLA cannot derive it from the types of the parameters.
 //
-// No handler has XLA's trait that allows to record it into a command buffer,
-// not even the movers, which only enqueue on a GPU. XLA may record an op that
-// has never run. But the first launch of an NCCL EP kernel loads it, which a
-// stream refuses while it is captured. And in a command buffer ops leave the
-// stream of XLA's collectives, so that a mover could run beside a collective.
+// No handler may be recorded into a command buffer, not even the movers, which
+// only enqueue kernels. XLA may record an op before its first run, but the
+// first launch of an NCCL EP kernel loads the kernel, which fails on a stream
+// under capture. Also, ops of a command buffer leave the stream of XLA's
+// collectives, so a mover could overlap a collective.
 #define EP_DEFINE_HANDLER(symbol, ...)                 \
   EP_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, __VA_ARGS__)
@@ -42,51 +40,50 @@ namespace ep {
 
 namespace ffi = ::xla::ffi;
 
-// Lives in the executable, and keeps the group alive. instantiate.cc makes it.
+// The state of an op. It lives in the executable and keeps the group alive.
 struct OpState {
   static ffi::TypeId id;  // XLA writes it when the type is registered
-  // Defined in instantiate.cc. The type is incomplete here, and XLA's header
-  // would make a deleter for it that runs no destructor, without a visible
-  // warning.
+  // Defined in instantiate.cc: with the incomplete type, XLA's header would
+  // make a deleter that runs no destructor, without a visible warning.
   static const ffi::TypeInfo info;
 
   std::shared_ptr<Group> group;
   Site site;
   Domains domains;
 
-  ~OpState() { Handover::OfUsedStates().FromXla(); }
+  ~OpState() { TsanEdge::UsedStates().Acquire(); }
 };
 
-// The context of one call, as the platform decodes it.
+// The decoded context of one call.
 struct OpCall {
   const OpState* state;
   int32_t device;
-  // Decoded by the platform; see `Call`.
+  // DecodePlatform sets these; see `Call`.
   int64_t run_id = 0;
   std::unique_ptr<Executor> executor;
   void* stream = nullptr;
   void* communicator = nullptr;
 };
 
-// Decodes what the library's platform needs of the context. Returns false, with
-// the reason in `diagnostic`, if XLA does not provide it.
+// Decodes the platform's part of the context. Returns false if XLA does not
+// provide it, with the reason in `diagnostic`.
 bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
                     ffi::DiagnosticEngine& diagnostic, OpCall* call);
 
 ffi::Error ToError(const Status& status);
 
-// Runs `start`, which either fails or arranges for `call.done`. The message of
-// a failure of `start` gets the name of the op.
+// Calls `start`, which either fails or arranges a call of `call.done`. Adds the
+// name of the op to the message if `start` fails.
 ffi::Future Submit(Op op, const OpCall& context,
                    const std::function<Status(Group& group, Call call)>& start);
 
-// ---- Decoding of buffers.
+// ---- Decoding of buffers
 
-// The lowering makes the shapes of buffers, so a mismatch means that the Python
-// package and this library are of different versions.
+// Returns an error about a buffer of a wrong shape or type. Our lowering sets
+// both, so the Python package and this library are of different versions.
 Status Mismatch(const std::string& what);
 
-// Returns the size of a dimension, or -1 if the buffer has no such dimension.
+// Returns the size of a dimension, or -1 if there is no such dimension.
 int64_t Dim(const ffi::AnyBuffer& buffer, size_t i);
 
 std::optional<DType> ToDType(ffi::DataType type);
@@ -102,27 +99,6 @@ Status DecodeRows(const char* name, const ffi::AnyBuffer& buffer,
   return Status();
 }
 
-// Decodes rows that an op only moves. Those of bytes move in pairs: a mover
-// copies the bits of a bfloat16, whatever they mean.
-template <typename Byte>
-Status DecodeMovedRows(const char* name, const ffi::AnyBuffer& buffer,
-                       RowsOf<Byte>* out) {
-  if (buffer.element_type() != ffi::DataType::U8) {
-    return DecodeRows(name, buffer, out);
-  }
-  if (buffer.dimensions().size() != 2 || Dim(buffer, 1) % 2 != 0) {
-    return Mismatch(name);
-  }
-  *out = {static_cast<Byte*>(buffer.untyped_data()), Dim(buffer, 0),
-          Dim(buffer, 1) / 2, DType::kBFloat16};
-  return Status();
-}
-
-template <typename A, typename B>
-bool SameWidth(const RowsOf<A>& a, const RowsOf<B>& b) {
-  return a.width == b.width && a.dtype == b.dtype;
-}
-
 // Decodes an array of exactly `count` elements.
 template <typename T>
 Status DecodeArray(const char* name, const ffi::AnyBuffer& buffer,
@@ -135,11 +111,9 @@ Status DecodeArray(const char* name, const ffi::AnyBuffer& buffer,
   return Status();
 }
 
-Status DecodeMem(const ffi::AnyBuffer& buffer, Mem* out);
-
 }  // namespace ep
 
-// These let XLA bind a handler by the types of its parameters.
+// Let XLA bind a handler by the types of its parameters.
 template <>
 struct xla::ffi::CtxBinding<ep::OpCall> {
   using Ctx = ep::OpCall;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// XLA's pool of threads, as the engine and the grouped matmul use it.
+// XLA's thread pool, for the engine and the grouped matmul.
 
 #ifndef EP_FFI_HANDLERS_THREAD_POOL_H_
 #define EP_FFI_HANDLERS_THREAD_POOL_H_
@@ -10,22 +10,22 @@
 #include <utility>
 
 #include "ep_ffi/core/backend.h"
-#include "ep_ffi/handlers/handover.h"
+#include "ep_ffi/handlers/tsan.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ep {
 
-// XLA's own intra-op pool. It can be used until the handler returns.
+// XLA's intra-op pool, valid until the handler returns.
 class ThreadPoolExecutor : public Executor {
  public:
   explicit ThreadPoolExecutor(xla::ffi::ThreadPool pool) : pool_(pool) {}
 
   void Schedule(std::function<void()> task) override {
     auto run = [task = std::move(task)] {
-      Handover::OfTasks().FromXla();
+      TsanEdge::PoolTasks().Acquire();
       task();
     };
-    Handover::OfTasks().ToXla();
+    TsanEdge::PoolTasks().Release();
     const ScopedIgnoreWrites copies_of_run;
     pool_.Schedule(std::move(run));
   }

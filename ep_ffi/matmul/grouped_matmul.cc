@@ -12,32 +12,31 @@
 namespace ep {
 namespace {
 
-// A block of b stays in a core's second cache while all rows are multiplied by
-// it, and so does a tile of the result.
+// A block of b, and a tile of the result, stay in a core's L2 cache while all
+// rows are multiplied by the block.
 constexpr int64_t kBlockElements = 128 << 10;
 constexpr int64_t kTileElements = 16 << 10;
-// From this number of rows on, it pays to copy a matrix that is the right
-// operand into panels of consecutive memory.
+// With at least this number of rows, it pays to copy the right operand into
+// panels of consecutive memory.
 constexpr int64_t kRowsPerCopy = 128;
-// The depth that is multiplied at once, and for which a is converted. That of a
-// matrix in place is so low that its rows arrive in the order of their
-// addresses.
+// The depth of one call of `multiply`. For a matrix in place it is low, so that
+// the rows of the matrix arrive in the order of their addresses.
 constexpr int64_t kDepthOfCopy = 512, kDepthInPlace = 32;
-// How far ahead a matrix is fetched that is the left operand.
+// The prefetch distance of a matrix that is the left operand.
 constexpr int64_t kAhead = 16 << 10;
-// Below this, to wake another thread takes longer than the work.
+// Below this size, waking another thread takes longer than the work.
 constexpr int64_t kProductsPerHelper = 1 << 20;
 constexpr int64_t kItemsPerThread = 4;
-constexpr int64_t kTailRows = 1024;  // of an item
+constexpr int64_t kTailRows = 1024;  // per item
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
-// A matrix in memory, with its elements next to each other on one axis.
+// A matrix in memory. Elements are consecutive along one axis.
 struct View {
   std::byte* data;
   DType dtype;
-  int64_t row, column;  // the distances of rows and of columns, in elements
+  int64_t row, column;  // strides in elements
 
   View At(int64_t r, int64_t c) const {
     return {data + (r * row + c * column) * ByteWidth(dtype), dtype, row,
@@ -52,7 +51,7 @@ struct Term {
   int64_t depth;
 };
 
-// A slab's result [rows, columns]: a sum of terms, as one chain or as a tree.
+// The result of a slab [rows, columns]: the sum of terms, as a chain or a tree.
 struct SlabProduct {
   View out;
   int64_t rows, columns;
@@ -61,12 +60,12 @@ struct SlabProduct {
   std::vector<Term> terms;
 };
 
-// Some columns of a slab's product, or rows of the tail.
+// Some columns of a slab's product, or some rows of the tail.
 struct Item {
   int64_t slab, result, first, count;
 };
 
-// Memory that is aligned as cache lines are.
+// Memory aligned to cache lines.
 class Scratch {
  public:
   float* Get(int64_t size) {
@@ -88,7 +87,7 @@ class Scratch {
 // Computes items on one thread.
 class Worker {
  public:
-  // Matrices are rounded to the type `through`.
+  // Rounds matrices to the type `through`.
   Worker(const Kernels& kernels, DType through)
       : kernels_(kernels), through_(through) {}
 
@@ -96,19 +95,19 @@ class Worker {
   void Run(const SlabProduct& product, int64_t first, int64_t count);
 
  private:
-  // Rows of consecutive numbers, `step` apart.
+  // Rows of consecutive elements, `step` apart.
   struct Runs {
     const float* data;
     int64_t step;
   };
   void SetA(const View& a, Product* product);
-  // Sets b to [depth, count] elements in memory; or if `copy` is not null, to
-  // panels there.
+  // Sets b to [depth, count] elements in place, or to panels in `copy` unless
+  // it is null.
   void SetB(const View& b, int64_t depth, int64_t count, float* copy,
             Product* product);
   void Store(const Product& product, int64_t count, const View& out);
 
-  // Returns the rows in float32: those in memory, or converted ones.
+  // Returns the rows in float32: in place, or converted in `scratch`.
   Runs Decoded(const View& rows, int64_t num_rows, int64_t n, Scratch* scratch);
   bool IsInPlace(const View& x) const {
     return x.dtype == DType::kFloat32 && through_ == DType::kFloat32;
@@ -120,13 +119,13 @@ class Worker {
 };
 
 void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
-  // b is transposed if a has the matrices.
+  // If a has the matrices, b is transposed.
   bool is_copied =
       !IsInPlace(product.terms[0].b) || product.matrix == Fetch::kA ||
       (product.matrix == Fetch::kB && product.rows >= kRowsPerCopy);
   const int64_t surplus = count % kernels_.lanes;
   if (!is_copied && surplus > 0) {
-    // Only the columns that fill no vector are copied.
+    // Copies only the columns that do not fill a vector.
     if (surplus < count) {
       Run(product, first, count - surplus);
       return Run(product, first + count - surplus, surplus);
@@ -168,7 +167,7 @@ void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
       p.result = out.data;
       p.result_column = ByteWidth(out.dtype);
       p.result_row = out.row * p.result_column;
-      // Without depth the result is zero.
+      // With depth 0 the result is zero.
       const Term& term = product.terms[i];
       for (p.first = 0; p.first == 0 || p.first < term.depth;
            p.first += most_depth) {
@@ -177,7 +176,7 @@ void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
         SetA(term.a.At(r, p.first), &p);
         kernels_.multiply(p);
       }
-      // Sums of the same height are neighbours, and are added.
+      // Adds neighbours of equal height.
       for (size_t n = i + 1; product.is_tree && n % 2 == 0; n /= 2) {
         sum -= tile;
         kernels_.add(sum + tile, rows * columns, sum);
@@ -254,9 +253,9 @@ void Worker::SetB(const View& b, int64_t depth, int64_t count, float* copy,
   }
 }
 
-// Stores that bypass the caches take longer if the result is fresh memory,
-// which is in a cache when the system has cleared it (128 MB: 131 ms against
-// 74), and are hardly faster otherwise.
+// Uses plain stores. Non-temporal stores are hardly faster, and slower for
+// fresh memory, which the kernel has just zeroed in a cache (128 MB: 131
+// against 74 ms).
 void Worker::Store(const Product& product, int64_t count, const View& out) {
   const float* data = product.out;
   int64_t step = product.out_row, num_runs = product.rows, n = count;
@@ -299,7 +298,7 @@ class Computation {
 
   const Kernels& kernels_;
   const GroupedMatmulArgs& args_;
-  std::vector<int64_t> starts_;  // of slabs, and of the tail
+  std::vector<int64_t> starts_;  // of slabs and of the tail
   std::vector<Item> items_;
 };
 
@@ -359,8 +358,8 @@ Status Computation::FindSlabs() {
   return Status();
 }
 
-// Cuts the results into blocks of columns: so few that the block of b stays in
-// a cache, and that all threads have work.
+// Cuts the results into blocks of columns, so that the block of b stays in a
+// cache and all threads have work.
 void Computation::MakeItems(int64_t num_threads) {
   const bool is_sum = args_.missing == Missing::kRows;
   const int64_t num_results = is_sum ? 1 : args_.pairs.size();
@@ -413,7 +412,7 @@ SlabProduct Computation::ProductOf(int64_t slab, int64_t result) const {
           {Rows().At(start, 0), Matrix(result, slab), args_.width}};
       break;
     case Missing::kRows:
-      // The transposed product reads the matrices as they are.
+      // Computes the transpose, which reads the matrices in place.
       product.out = Rows().At(start, 0).Transposed();
       product.matrix = Fetch::kA;
       product.columns = size;

@@ -1,27 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Products of slabs of rows and matrices, for ep/_src/matmul/grouped_matmul.py.
+// Grouped matmul on CPUs, for ep/_src/matmul/grouped_matmul.py.
 //
-// Slab j is the sizes[j] rows after the slabs 0 to j - 1. Of the rows X
-// [C, F] and pairs of matrices W [L, F, G] and outs Y [C, G], one is missing
-// and is computed from the others, where j is the slab of row r:
+// Slab j consists of sizes[j] rows and follows slab j - 1. The arguments are
+// the rows X [C, F], and pairs of matrices W [L, F, G] and outs Y [C, G]. One
+// of the three is missing and is computed from the others; row r is in slab j:
 //
 //   outs      Y[r] = X[r] W[j]
 //   rows      X[r] = sum over pairs of Y[r] W[j]^T
 //   matrices  W[j] = sum over rows r of slab j of X[r]^T Y[r]
 //
-// We have our own matmul for two reasons. Nothing that we may depend on reads
-// and writes matrices of 16 and of 32 bits in place, next to rows of another
-// type. And no BLAS promises an order of sums, but a result must have the same
-// bits wherever its rows lie, in all layouts of a mesh.
+// A BLAS does not suffice: it cannot read and write 16-bit and 32-bit matrices
+// in place next to rows of another type, and it promises no order of sums. A
+// result must have the same bits in all layouts of a mesh.
 //
-// The promise: a matrix is rounded to the rows' type. Each element of a result
-// starts from +0, adds products in float32 in order of the contracted index, of
-// one pair after another, and is rounded once to its own type. Multiply and add
-// are one operation where the processor has it. So a sum of zeros of any sign
-// is +0, and only one that underflows may be -0. The bits of a row of X or Y
-// depend on that row and its matrices alone: neither on the slab's other rows
-// nor on blocks and threads.
+// The contract: matrices are rounded to the rows' type. Each element of a
+// result starts from +0, adds float32 products in order of the contracted
+// index, pair by pair, and is rounded once to its type. Multiply and add are
+// fused if the processor can fuse them. So a sum of zeros is +0, and only an
+// underflowing sum may be -0. The bits of a row of X or Y depend only on that
+// row and its matrices: not on other rows, blocks or threads.
 
 #ifndef EP_FFI_MATMUL_GROUPED_MATMUL_H_
 #define EP_FFI_MATMUL_GROUPED_MATMUL_H_
@@ -36,7 +34,7 @@
 
 namespace ep {
 
-// ep/_src/matmul/grouped_matmul.py has the same values.
+// Equal to the values in ep/_src/matmul/grouped_matmul.py.
 enum class Missing : int64_t { kRows, kMatrices, kOuts };
 
 struct GroupedMatmulArgs {
@@ -49,10 +47,9 @@ struct GroupedMatmulArgs {
   Missing missing;
   Tail tail;             // of the missing rows or outs
   const int32_t* sizes;  // [L]
-  // [L, S]: a slab begins with S segments, which have these numbers of rows,
-  // and what follows the segments is zero. Each is summed into matrices on its
-  // own, and the sums are added as the tree of
-  // ep/_src/matmul/ordered_sum.py. With S = 0 the slab is one.
+  // [L, S], the sizes of the S segments at the begin of each slab; the rows
+  // after the segments are zero. The matrices of the segments are added as the
+  // tree of ep/_src/matmul/ordered_sum.py. With S = 0 a slab is one segment.
   const int32_t* segments;
   int64_t num_slabs, num_segments;
   int64_t num_rows;  // C
@@ -63,10 +60,10 @@ struct GroupedMatmulArgs {
   std::vector<Pair> pairs;
 };
 
-// Computes the missing argument. Rows past the last slab are never read, and
-// not written unless the tail says so. Fails before it writes if the sizes do
-// not fit. If a thread lacks memory for scratch arrays, it fails, and what it
-// has written means nothing.
+// Computes the missing argument. Never reads rows past the last slab, and
+// writes them only as the tail requires. If the sizes do not fit, fails without
+// writing. If a thread lacks memory for scratch arrays, fails with undefined
+// results.
 Status GroupedMatmul(const Kernels& kernels, const GroupedMatmulArgs& args,
                      Executor* executor);
 

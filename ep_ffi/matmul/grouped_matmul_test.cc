@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The matmul of slabs, and the work that its threads share.
+// Tests the grouped matmul, and the distribution of work to threads.
 
 #include "ep_ffi/matmul/grouped_matmul.h"
 
@@ -39,7 +39,7 @@ constexpr Missing kMissing[] = {Missing::kRows, Missing::kMatrices,
                                 Missing::kOuts};
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// Starts a thread for each task, and says that it has `num_threads` of them.
+// Starts a thread for each task, and claims to have `num_threads` threads.
 class Threads : public Executor {
  public:
   explicit Threads(int64_t num_threads) : num_threads_(num_threads) {}
@@ -56,8 +56,8 @@ class Threads : public Executor {
   std::vector<std::thread> threads_;
 };
 
-// An array of NaN of a type. It ends where its memory does, so that
-// AddressSanitizer sees what is read past its end.
+// An array that begins as NaN. It ends where its memory ends, so that
+// AddressSanitizer detects reads past its end.
 class Array {
  public:
   Array(DType dtype, int64_t size)
@@ -96,7 +96,7 @@ struct Case {
   }
 };
 
-// The three arguments, random ones, with NaN in rows that no slab has.
+// Random arguments, with NaN in the rows outside all slabs.
 struct Arrays {
   Arrays(const Case& c, uint64_t seed)
       : rows(c.row_type, c.num_rows * c.width) {
@@ -153,9 +153,8 @@ Status Compute(const Kernels& kernels, const Case& c, Missing missing,
   return GroupedMatmul(kernels, args, executor);
 }
 
-// Returns a step of a chain. Inputs are multiples of 2^-20 below 1, so a
-// product and its sum with `sum` are exact in double, and rounded once at the
-// end.
+// Returns one step of a chain. Inputs are multiples of 2^-20 below 1, so
+// product and sum are exact in double, and the result is rounded once.
 float Chain(const Kernels& kernels, float sum, float x, float y) {
 #if defined(__x86_64__)
   const bool is_fused = std::string(kernels.name) != "baseline";
@@ -180,8 +179,8 @@ float Tree(std::vector<float> sums) {
   return sums[0];
 }
 
-// Returns the results of the missing argument, by plain loops. An element is a
-// chain or, where rows have segments, a tree of the chains of the segments.
+// Computes the missing argument with plain loops. An element is a chain or,
+// with segments, a tree of the chains of the segments.
 std::vector<std::vector<double>> Loop(const Kernels& kernels, const Case& c,
                                       Missing missing, Arrays& arrays) {
   std::vector<std::vector<std::vector<float>>> sums;
@@ -236,7 +235,7 @@ std::vector<std::vector<double>> Loop(const Kernels& kernels, const Case& c,
   return results;
 }
 
-// Runs the case for each missing argument, and compares with plain loops.
+// Compares each missing argument with plain loops.
 void Check(const Kernels& kernels, const Case& c) {
   for (Missing missing : kMissing) {
     Arrays arrays(c, 7);
@@ -275,7 +274,7 @@ class GroupedMatmulTest : public ::testing::TestWithParam<const Kernels*> {
 INSTANTIATE_TEST_SUITE_P(AllKernels, GroupedMatmulTest,
                          ::testing::ValuesIn(SupportedKernels()));
 
-// So the bits of a row depend on it and on its matrix alone.
+// The bits of a row depend only on that row and its matrix.
 TEST_P(GroupedMatmulTest, EqualsPlainLoopsForAllShapes) {
   Check(kernels_, {40, 17, {33, 5}, {3, 0, 9, 20}, {}});
   Check(kernels_, {200, 70, {9, 4}, {20, 151, 5}, {}});
@@ -292,7 +291,7 @@ TEST_P(GroupedMatmulTest, EqualsPlainLoopsForAllShapes) {
         {5, 3, {2}, {}, {}, DType::kFloat32, DType::kFloat32, Tail::kZero});
 }
 
-TEST_P(GroupedMatmulTest, TakesAllPairsOfTypes) {
+TEST_P(GroupedMatmulTest, SupportsAllPairsOfTypes) {
   for (DType row_type : testing::kDTypes) {
     for (DType matrix_type : testing::kDTypes) {
       for (Tail tail : {Tail::kUnspecified, Tail::kZero, Tail::kNan}) {
@@ -303,13 +302,13 @@ TEST_P(GroupedMatmulTest, TakesAllPairsOfTypes) {
   }
 }
 
-TEST_P(GroupedMatmulTest, LeavesOutRowsAfterTheSegments) {
+TEST_P(GroupedMatmulTest, IgnoresRowsAfterTheSegments) {
   Check(kernels_,
         {50, 9, {20}, {10, 0, 35}, {{3, 0, 5}, {0, 0, 0}, {5, 10, 20}}});
   Check(kernels_, {50, 9, {20}, {10, 20}, {{10}, {4}}, DType::kBFloat16});
 }
 
-// One of the depths is so large that it is multiplied in parts.
+// One depth exceeds the depth of one call of `multiply`.
 TEST_P(GroupedMatmulTest, AddsLongChainsInOrder) {
   Check(kernels_, {11, 530, {20, 7}, {5, 6}});
   Check(kernels_, {11, 9, {530, 40}, {5, 6}});
@@ -336,8 +335,7 @@ TEST_P(GroupedMatmulTest, FlushesSubnormalResults) {
   }
 }
 
-// Compares numbers of the same type by their bits, except that any NaN equals
-// any other.
+// Compares the bits of two numbers. Any NaN equals any other NaN.
 void ExpectSame(DType dtype, uint32_t expected, uint32_t got) {
   if (std::isnan(Decode(dtype, expected))) {
     EXPECT_TRUE(std::isnan(Decode(dtype, got)));
@@ -353,7 +351,7 @@ TEST_P(GroupedMatmulTest, ConvertsAllNumbers) {
     std::iota(halves.begin(), halves.end(), 0);
     std::vector<uint32_t> floats(kNumbers);
     const auto decode = [&](DType from, const void* in) {
-      const ScopedFlushDenormals flush;  // as it is in a computation
+      const ScopedFlushDenormals flush;  // as in a computation
       kernels_.decode(from, dtype, static_cast<const std::byte*>(in), kNumbers,
                       reinterpret_cast<float*>(floats.data()));
     };
@@ -362,8 +360,7 @@ TEST_P(GroupedMatmulTest, ConvertsAllNumbers) {
     for (int i = 0; i < kNumbers; ++i) {
       const double x = Decode(dtype, i);
       ExpectSame(DType::kFloat32, Encode(DType::kFloat32, x), floats[i]);
-      // These are NaN, infinity, and numbers in the middle of two others or
-      // next to it.
+      // NaN, infinity, and numbers at or next to the middle of two others.
       const double middle = (x + Decode(dtype, (i + 1) % kNumbers)) / 2;
       between[i] = Encode(DType::kFloat32, middle) + i % 3 - 1;
     }
@@ -384,7 +381,7 @@ TEST_P(GroupedMatmulTest, ConvertsAllNumbers) {
 }
 
 TEST_P(GroupedMatmulTest, BitsDoNotDependOnThreads) {
-  // It is so large that it pays to wake other threads.
+  // The case is large enough to use several threads.
   Case c = {700, 64, {100, 48}, {300, 1, 260}, {{200, 99}, {0, 1}, {60, 77}}};
   c.tail = Tail::kZero;
   for (Missing missing : kMissing) {
@@ -403,7 +400,7 @@ TEST_P(GroupedMatmulTest, BitsDoNotDependOnThreads) {
   }
 }
 
-TEST_P(GroupedMatmulTest, RefusesSizesThatDoNotFitBeforeItWrites) {
+TEST_P(GroupedMatmulTest, RejectsInvalidSizesBeforeItWrites) {
   const auto message = [&](const Case& c) {
     Arrays arrays({10, 3, {2}, {3, 3}}, 1), same({10, 3, {2}, {3, 3}}, 1);
     const Status status = Compute(kernels_, c, Missing::kOuts, &arrays);
@@ -429,7 +426,7 @@ TEST_P(GroupedMatmulTest, RefusesSizesThatDoNotFitBeforeItWrites) {
       message({10, 3, {2}, {3, 5}, {{-1, 1}, {2, 3}}}));
 }
 
-// Keeps tasks, as a pool does whose threads are busy.
+// A pool of busy threads. It keeps all tasks.
 class BusyPool : public Executor {
  public:
   void Schedule(std::function<void()> task) override {
@@ -440,7 +437,7 @@ class BusyPool : public Executor {
   std::vector<std::function<void()>> tasks;
 };
 
-TEST(SharedWorkTest, NoTaskIsWaitedForThatHasNotStarted) {
+TEST(SharedWorkTest, DoesNotWaitForTasksThatHaveNotStarted) {
   BusyPool pool;
   std::vector<int> runs(10);
   {
@@ -453,12 +450,12 @@ TEST(SharedWorkTest, NoTaskIsWaitedForThatHasNotStarted) {
   }
   EXPECT_EQ(std::vector<int>(10, 1), runs);
   EXPECT_EQ(3u, pool.tasks.size());
-  // These find no item, and use nothing of the call.
+  // The tasks find no item, and do not use data of the call.
   for (const auto& task : pool.tasks) task();
   EXPECT_EQ(std::vector<int>(10, 1), runs);
 }
 
-TEST(SharedWorkTest, OtherThreadsRunItemsThatTheCallAwaits) {
+TEST(SharedWorkTest, WaitsForItemsOfOtherThreads) {
   Threads threads(4);
   std::atomic<int> num_workers{0}, num_ended{0};
   // No item ends before four threads have one.
@@ -472,7 +469,7 @@ TEST(SharedWorkTest, OtherThreadsRunItemsThatTheCallAwaits) {
   EXPECT_EQ(4, num_ended);
 }
 
-TEST(SharedWorkTest, LackOfMemoryIsAStatus) {
+TEST(SharedWorkTest, ReportsLackOfMemory) {
   BusyPool pool;
   int num_runs = 0;
   const Status status = RunShared(3, 4, &pool, [&] {
@@ -500,7 +497,7 @@ TEST(SharedWorkTest, SeveralThreadsMayLackMemory) {
   EXPECT_EQ(Code::kResourceExhausted, status.code());
 }
 
-TEST(SharedWorkTest, APoolMayTakeNoTasks) {
+TEST(SharedWorkTest, RunsItemsIfAPoolTakesNoTasks) {
   class FullPool : public Executor {
    public:
     void Schedule(std::function<void()>) override { throw std::bad_alloc(); }

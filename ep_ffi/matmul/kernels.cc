@@ -6,13 +6,14 @@
 
 #include "ep_ffi/core/float_types.h"
 
-// The functions of kernels_inl.h have a target each, rather than a file with
-// options of its own: the linker keeps one copy of a function that several
-// files inline, and might keep the one that only a new processor can run.
+// Each function of kernels_inl.h has a target attribute. A file with its own
+// options per instruction set would be wrong: the linker keeps one copy of an
+// inline function of several files, and might keep the copy that only a new
+// processor can run.
 //
-// Only here a multiplication and an addition may become one operation, which
-// rounds once. The other options are for GCC, which otherwise vectorizes no
-// choice between floats, since it may not compute both.
+// Only this file allows fused multiply-add, which rounds once. GCC vectorizes a
+// choice between floats only with the other options, since computing both might
+// trap.
 #if defined(__clang__)
 #pragma clang fp contract(fast)
 #define EP_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The inner loops of matrix products, compiled for several instruction sets.
+// The inner loops of matrix products, for several instruction sets.
 
 #ifndef EP_FFI_MATMUL_KERNELS_H_
 #define EP_FFI_MATMUL_KERNELS_H_
@@ -13,30 +13,30 @@
 
 namespace ep {
 
-// Names the array that a kernel fetches into the second cache while it
-// computes: the matrices, since each of their elements is read or written once;
-// or the result, if the matrices are copied.
+// The array that a kernel prefetches into the L2 cache: the matrices, since
+// each of their elements is used once, or the result if the matrices are
+// copied.
 enum class Fetch { kA, kB, kResult };
 
-// A product a * b, and how it is computed. Distances count elements.
+// A product a * b. Strides are in elements.
 //
-// The columns of b lie in panels of `Kernels::panel_width`; the last panel has
-// a multiple of `Kernels::lanes`. The product has `depth` steps of b from step
-// `first` on, which is step 0 of a.
+// b consists of panels of `Kernels::panel_width` columns; the last panel has a
+// multiple of `Kernels::lanes`. The product uses `depth` steps of b from step
+// `first`, which corresponds to step 0 of a.
 struct Product {
   int64_t rows, first, depth, columns;
   const float* a;  // [rows, depth]
   int64_t a_row, a_step;
   const float* b;           // [first + depth or more, columns]
   int64_t b_step, b_panel;  // b_step 0: the steps of a panel are consecutive
-  // This is [rows, columns], with rows up to the next multiple of
-  // `Kernels::tile_rows`. The surplus ones mean nothing.
+  // [rows, columns], with rows rounded up to a multiple of
+  // `Kernels::tile_rows`. The surplus rows are undefined.
   float* out;
   int64_t out_row;
-  bool adds;  // to what `out` has, rather than to zero
+  bool adds;  // to `out`, instead of writing
   Fetch fetch;
-  int64_t ahead;  // from what is read of a or b to what is fetched
-  // This is where `out` will be written in the end. Its distances count bytes.
+  int64_t ahead;  // prefetch distance in a or b
+  // The final position of `out`. Strides are in bytes.
   const std::byte* result;
   int64_t result_row, result_column;
 };
@@ -48,28 +48,27 @@ struct Kernels {
   int64_t tile_rows;
 
   // Computes a * b, or adds it to `out`. Each element is one chain of
-  // multiply-adds in order of the depth, fused where the instruction set has
-  // it.
+  // multiply-adds in order of the depth, fused if the instruction set can.
   void (*multiply)(const Product& product);
 
-  // Adds n numbers to others.
+  // Adds n elements to `out`.
   void (*add)(const float* in, int64_t n, float* out);
 
-  // Writes the transpose of `in` [rows, columns], whose rows are `in_row`
-  // apart. The rows of `out` are up to the next multiple of `lanes`, and the
-  // surplus means nothing.
+  // Writes the transpose of `in` [rows, columns]. `in_row` and `out_row` are
+  // strides. The rows of `out` are rounded up to a multiple of `lanes`, and the
+  // surplus is undefined.
   void (*transpose)(const float* in, int64_t in_row, int64_t rows,
                     int64_t columns, float* out, int64_t out_row);
 
-  // Converts n numbers to float32, after rounding them to the type `through`.
+  // Converts n elements to float32, after rounding them to the type `through`.
   void (*decode)(DType dtype, DType through, const std::byte* in, int64_t n,
                  float* out);
 
-  // Rounds n numbers to a type.
+  // Rounds n elements to a type.
   void (*encode)(DType dtype, const float* in, int64_t n, std::byte* out);
 };
 
-// Returns the kernels that this processor can run, the fastest first.
+// Returns the kernels for this processor, the fastest first.
 const std::vector<const Kernels*>& SupportedKernels();
 
 }  // namespace ep

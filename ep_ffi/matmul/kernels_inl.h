@@ -10,9 +10,8 @@ typedef int IntVector __attribute__((vector_size(sizeof(int) * kLanes)));
 typedef float UnalignedVector __attribute__((
     vector_size(sizeof(float) * kLanes), aligned(alignof(float)), may_alias));
 
-// Computes kRows rows of n vectors of the result at `row` and `column`. The
-// sums stay in registers; if the loops were not unrolled, GCC would keep them
-// in memory, too.
+// Computes kRows rows and n vectors of the result at `row` and `column`. The
+// loops are unrolled, because GCC would otherwise keep the sums in memory.
 template <int n, Fetch fetch>
 EP_TARGET void MultiplyTile(const Product& p, int64_t row, int64_t column,
                             const float* b) {
@@ -24,8 +23,8 @@ EP_TARGET void MultiplyTile(const Product& p, int64_t row, int64_t column,
     a[r] = p.a + std::min(row + r, p.rows - 1) * p.a_row;
   }
   b += p.first * b_step;
-  // The rows of a matrix lie one after another, so kRows elements for each step
-  // are a whole tile in the end.
+  // The rows of a matrix are consecutive, so kRows elements per step prefetch a
+  // whole tile.
   constexpr int64_t kStepsOfLine = 64 / sizeof(float) / kRows;
   const float* ahead = p.ahead + (fetch == Fetch::kB ? b : p.a + row * p.a_row);
   if (fetch == Fetch::kResult) {
@@ -153,8 +152,7 @@ EP_TARGET void Encode(DType dtype, const float* in, int64_t n, std::byte* out) {
   }
 }
 
-// Exchanges the lanes of x that have the bit `bit` with the lanes of y that do
-// not.
+// Exchanges the lanes of x with the bit `bit` and the lanes of y without it.
 template <int bit, int... lane>
 EP_TARGET EP_ALWAYS_INLINE void Exchange(Vector* x, Vector* y,
                                          std::integer_sequence<int, lane...>) {

@@ -12,8 +12,8 @@
 namespace ep {
 namespace {
 
-// A task of a pool may start after all items have ended. Then it finds none,
-// and does not use `make_worker_`, which is gone.
+// A pool may start a task after all items have ended. The task then finds no
+// item, and does not use `make_worker_`, which is gone.
 class SharedWork {
  public:
   SharedWork(int64_t num_items, const MakeWorker& make_worker)
@@ -38,7 +38,7 @@ class SharedWork {
     }
     MutexLock lock(mutex_);
     if (fails) {
-      // Nothing is left to take, so that the others end as well.
+      // Takes all remaining items, so that the other threads end.
       num_taken +=
           std::max<int64_t>(0, num_items_ - next_.exchange(num_items_));
       fails_ = true;
@@ -78,7 +78,7 @@ Status RunShared(int64_t num_items, int64_t num_threads, Executor* executor,
       executor->Schedule([work] { work->Work(); });
     }
   } catch (const std::exception&) {
-    // This thread runs what no other one does.
+    // This thread runs the items that no task takes.
   }
   work->Work();
   return work->Wait();

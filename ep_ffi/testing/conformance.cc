@@ -5,8 +5,7 @@
 
 namespace ep::testing {
 
-// A backend need not make all promises, and a test of its own may use the
-// fixture alone.
+// A test may use the fixture alone, and a backend may make few promises.
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Conformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GatherConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(FailureConformance);

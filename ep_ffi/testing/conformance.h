@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The tests that every backend passes. A backend says how its groups are made
-// and what it promises; it gets the tests of those promises and no others:
+// The tests that every backend passes. A backend describes how it makes groups
+// and which promises it makes, and gets the tests of these promises:
 //
 //   using ep::testing::Backend;
 //
@@ -9,16 +9,16 @@
 //     Backend backend;
 //     backend.name = "threads";
 //     backend.make = [](const WorldOptions& options) { ... };
-//     backend.any_order = false;  // a promise that it does not make
+//     backend.any_order = false;  // makes no such promise
 //     return backend;
 //   }
 //
 //   EP_INSTANTIATE_CONFORMANCE(Host, Threads());
 //
-// A new backend may begin without any promise, which leaves the tests of
-// `Conformance`, and make one after another: `gathers` and `shares_failures`
-// first, because other suites need them. --gtest_filter=*/OrderConformance.*
-// selects one suite.
+// Without any promise, a backend gets the suite `Conformance`. A new backend
+// may begin with it and add promises one by one: `gathers` and
+// `shares_failures` first, because other suites need them.
+// --gtest_filter=*/OrderConformance.* selects one suite.
 
 #ifndef EP_FFI_TESTING_CONFORMANCE_H_
 #define EP_FFI_TESTING_CONFORMANCE_H_
@@ -42,39 +42,39 @@
 
 namespace ep::testing {
 
+// The backend under test.
 struct Backend {
   std::string name;
-  // Makes one group, on all ranks of all its domains.
+  // Makes one group, on all ranks of all domains.
   std::function<std::vector<Domain>(const WorldOptions&)> make;
 
-  // ---- Sizes that the backend takes.
+  // ---- Supported sizes.
 
-  // Returns the nearest sizes that it takes; the capacity may only grow.
+  // Returns the nearest supported sizes; the capacity may only grow.
   std::function<PlanDims(PlanDims)> fit = [](PlanDims dims) { return dims; };
   int64_t width_multiple = 1;  // of the width of rows
   int64_t min_ep_size = 1;
 
-  // ---- Promises. The suite that tests each is named beside it.
+  // ---- Promises, with the suite that tests each.
 
-  // It serves `Group::Gather`, with the contract's sums to the bit.
+  // Implements `Group::Gather`, bit for bit as the numeric contract.
   // (GatherConformance)
   bool gathers = true;
-  // A failure on one rank fails the op on every rank, with a message that names
-  // the op, the layer and the rank. (FailureConformance)
+  // Fails an op on every rank if one rank fails, with a message that names the
+  // op, the layer and the rank. (FailureConformance)
   bool shares_failures = true;
-  // An op waits for its peers outside of any queue: ranks may call their ops in
-  // different orders, or not at all. (OrderConformance)
+  // Lets ranks call their ops in different orders, because no queue blocks
+  // while an op waits for its peers. (OrderConformance)
   bool any_order = true;
-  // Ranks exchange a description of every op. So each rank learns what is wrong
-  // on another, and an op does no harm, whatever its inputs.
-  // (CheckConformance)
+  // Exchanges a description of every op between ranks. So each rank learns the
+  // error of another rank, and no input makes an op unsafe. (CheckConformance)
   bool checks_every_op = true;
 
-  // ---- Promises that other tests take into account.
+  // ---- Promises that other tests read.
 
-  // ep_combine multiplies by weights.
+  // Multiplies by weights in ep_combine.
   bool fuses_weights = true;
-  // The bytes of a handle depend on the routing alone.
+  // Makes handles whose bytes depend on the routing alone.
   bool repeatable_handles = true;
 };
 
@@ -90,22 +90,22 @@ inline constexpr PlanDims kDims = {
     /*drop=*/false};
 inline constexpr WorldOptions kWorld = {kDims};
 
-// A routing that every rank of a domain has prepared.
+// The result of ep_prepare on every rank of a domain.
 struct Routed {
   PlanDims dims;
   Layout layout;
   std::vector<std::vector<std::byte>> mems;  // by rank
 };
 
-// Run a step and expect it to fail on every rank.
+// Run a step and expect a failure on every rank.
 void ExpectFailureOnAll(const Failure& expected, const StepPtr& step);
 void ExpectWordsOnAll(const std::vector<std::string>& words,
                       const StepPtr& step);
-// Compares all that ep_prepare has returned on a rank but `mem`.
+// Compares the results of ep_prepare on a rank, except `mem`.
 void ExpectCounts(const Layout& expected, int64_t rank,
                   const RankOutput& actual);
 
-// Holds what the tests of a backend share.
+// The base class of tests of a backend.
 class BackendTest : public ::testing::Test {
  protected:
   explicit BackendTest(Backend backend) : backend_(std::move(backend)) {}
@@ -113,13 +113,13 @@ class BackendTest : public ::testing::Test {
   const Backend backend_;
   Random random_{20240229};
 
-  // Sizes and rows that the backend takes.
+  // Return supported sizes and rows.
   PlanDims RandomFittingDims(int64_t ep_size, bool drop);
   RowType Fit(const RowType& type) const;
-  // The rows of tests that are not about rows.
+  // Returns the row type of tests that are not about rows.
   RowType AnyType() const { return Fit({5, DType::kFloat32}); }
 
-  // Groups are closed when the test ends.
+  // Make groups, which TearDown closes.
   std::vector<Domain> MakeWorld(const WorldOptions& options);
   Domain MakeDomain(const WorldOptions& options);
   void TearDown() override;
@@ -129,8 +129,9 @@ class BackendTest : public ::testing::Test {
   // Returns the inputs of ep_prepare.
   std::vector<RankInput> PrepareInputs(const PlanDims& dims,
                                        const Choices& topk_idx) const;
-  // Return a step, of a new run if no place is given: of any op, of ep_prepare
-  // with these or with random choices, and of another op with random inputs.
+  // Return a step: of any op, of ep_prepare with these or with random choices,
+  // and of another op with random inputs. Without a place, the step is of a new
+  // run.
   StepPtr NewStep(const Domain& domain, Op op,
                   const std::vector<RankInput>& inputs);
   StepPtr NewPrepare(const Domain& domain, const PlanDims& dims,
@@ -144,14 +145,14 @@ class BackendTest : public ::testing::Test {
                  const Choices& topk_idx);
   Routed PrepareRandom(const Domain& domain, const PlanDims& dims);
 
-  // Returns random inputs of another op. Unused slots hold NaN. A combine has
-  // weights only if the backend multiplies by them.
+  // Returns random inputs of another op. Unused slots are NaN. A combine has
+  // weights only if the backend fuses weights.
   std::vector<RankInput> RandomInputs(Op op, const Routed& routed,
                                       const RowType& type,
                                       bool weighted = true);
-  // Runs a step and expects it to succeed on every rank.
+  // Runs a step and expects success on every rank.
   static void ExpectRuns(const StepPtr& step);
-  // Expects the outputs of a step that has run to be the oracle's.
+  // Expects the oracle's outputs from a step that has run.
   void ExpectOracle(const Routed& routed, const StepPtr& step);
   // Runs an op on random inputs and expects the oracle's outputs.
   void ExpectWorks(const Domain& domain, Op op, const Routed& routed,
@@ -162,11 +163,11 @@ class BackendTest : public ::testing::Test {
   int64_t next_run_ = 1000;
 };
 
-// The tests of every backend.
+// Tests of every backend.
 class Conformance : public BackendTest,
                     public ::testing::WithParamInterface<Backend> {
  public:
-  // Returns whether the tests of this suite are for a backend.
+  // Returns whether a backend gets the tests of this suite.
   static bool IsFor(const Backend&) { return true; }
 
  protected:
@@ -197,7 +198,7 @@ class CheckConformance : public Conformance {
   }
 };
 
-// Returns the parameters of a suite: the backends that it is for.
+// Returns the parameters of a suite: the backends that get its tests.
 template <typename Suite>
 auto BackendsOf(std::initializer_list<Backend> backends) {
   std::vector<Backend> chosen;
@@ -207,7 +208,7 @@ auto BackendsOf(std::initializer_list<Backend> backends) {
   return ::testing::ValuesIn(chosen);
 }
 
-// Registers the tests for some backends. Use it in a namespace.
+// Registers the tests for some backends. Use this macro in a namespace.
 #define EP_INSTANTIATE_CONFORMANCE(name, ...)                   \
   EP_INSTANTIATE_SUITE_(name, Conformance, __VA_ARGS__);        \
   EP_INSTANTIATE_SUITE_(name, GatherConformance, __VA_ARGS__);  \

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Conformance: a wrong input on one rank is an error on every rank, with a
-// message that names the rank and the cause; and the next run works.
+// Conformance: an invalid input on one rank is an error on every rank, with a
+// message that names the rank and the cause. The next run works.
 
 #include <gtest/gtest.h>
 
@@ -21,7 +21,7 @@ TEST_P(FailureConformance, AnIdOutOfRangeFailsOnEveryRank) {
   PrepareRandom(domain, kDims);
 }
 
-TEST_P(FailureConformance, AMeshThatHasARankElsewhereFailsOnEveryRank) {
+TEST_P(FailureConformance, AMeshWithAnotherRankOrderFailsOnEveryRank) {
   const Domain domain = MakeDomain(kWorld);
   std::vector<RankInput> inputs =
       PrepareInputs(kDims, RandomChoices(random_, kDims));
@@ -45,7 +45,7 @@ TEST_P(FailureConformance, AnOverflowFailsOnEveryRank) {
   Choices topk_idx(dims.ep_size);
   for (auto& mine : topk_idx) {
     for (int t = 0; t < dims.num_tokens; ++t) {
-      mine.insert(mine.end(), {6, 7});  // all tokens to rank 3, twice
+      mine.insert(mine.end(), {6, 7});  // both experts are on rank 3
     }
   }
   ExpectFailureOnAll(
@@ -55,20 +55,20 @@ TEST_P(FailureConformance, AnOverflowFailsOnEveryRank) {
   PrepareRandom(domain, dims);
 }
 
-// A way in which rank 1 differs from the others.
+// A difference of rank 1 from the other ranks.
 struct Disagreement {
   const char* what;
   Op op;
   std::function<void(RankInput*)> differ;
 };
 
-// Returns the failure to expect. Only a backend that compares more than a hash
-// can tell what differs.
-Failure ToFailure(const Disagreement& d, bool tells_what) {
+// Returns the expected failure. The message has the difference only if the
+// backend compares more than a hash.
+Failure ToFailure(const Disagreement& d, bool has_difference) {
   Failure failure = {
       Code::kFailedPrecondition,
       {OpName(d.op), kLayerName, "disagree", "rank 0", "rank 1"}};
-  if (tells_what) failure.parts.push_back(d.what);
+  if (has_difference) failure.parts.push_back(d.what);
   return failure;
 }
 
@@ -92,7 +92,7 @@ TEST_P(FailureConformance, RanksThatPrepareDifferentLayersFail) {
         PrepareInputs(kDims, RandomChoices(random_, kDims));
     c.differ(&inputs[1]);
     ExpectFailureOnAll(ToFailure(c, backend_.checks_every_op),
-                       NewStep(domain, c.op, inputs));
+                       NewStep(domain, Op::kPrepare, inputs));
   }
   PrepareRandom(domain, kDims);
 }
@@ -123,7 +123,7 @@ TEST_P(CheckConformance, RanksThatDisagreeFail) {
             ? PrepareInputs(kDims, RandomChoices(random_, kDims))
             : RandomInputs(c.op, routed, AnyType());
     c.differ(&inputs[1]);
-    ExpectFailureOnAll(ToFailure(c, /*tells_what=*/true),
+    ExpectFailureOnAll(ToFailure(c, /*has_difference=*/true),
                        NewStep(domain, c.op, inputs));
   }
   ExpectWorks(domain, Op::kDispatch, routed, AnyType());
@@ -145,8 +145,8 @@ TEST_P(CheckConformance, AHandleOfAnotherLayerFails) {
   }
 }
 
-// Whatever the bytes of a handle, every rank completes, nothing is written out
-// of bounds, and the group serves the next op.
+// With any bytes in a handle, every rank completes, no op writes out of bounds,
+// and the group serves the next op.
 TEST_P(CheckConformance, CorruptHandlesDoNoHarm) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);

@@ -62,9 +62,9 @@ TEST_P(Conformance, BothIndexTypesGiveTheSameHandle) {
   ExpectWorks(domain, Op::kDispatch, same, AnyType());
 }
 
-// This is what ep_prepare of Python does if weights order the drops. If rows
-// are short, it prepares again: only the choices that get a row.
-TEST_P(GatherConformance, WhatGetsARowIsPreparedAgain) {
+// If weights order the drops and the capacity is exceeded, ep_prepare of Python
+// prepares again with only the choices that get a row.
+TEST_P(GatherConformance, KeptChoicesCanBePreparedAgain) {
   PlanDims layer = kDims;
   layer.capacity = 16;
   layer.drop = true;
@@ -89,7 +89,7 @@ TEST_P(GatherConformance, WhatGetsARowIsPreparedAgain) {
   }
 }
 
-TEST_P(Conformance, AnUnspecifiedTailLeavesTheSlabsAlone) {
+TEST_P(Conformance, AnUnspecifiedTailDoesNotChangeOtherRows) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   std::vector<RankInput> inputs =

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Conformance: ops of a domain's ranks are matched by run id and site, whatever
-// the order in which ranks post them, and no rank waits in vain. A run that has
-// failed, a rank that does not come in time and a group that is closed end what
-// waits for them.
+// Conformance: a backend matches the ops of a domain's ranks by run id and
+// site, in any order of posting. The failure of a run, a timeout and the
+// closing of a group end all waits.
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -19,7 +18,7 @@
 namespace ep::testing {
 namespace {
 
-TEST_P(OrderConformance, RanksComeInDifferentOrders) {
+TEST_P(OrderConformance, RanksPostInDifferentOrders) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   std::vector<StepPtr> steps;
@@ -48,9 +47,9 @@ TEST_P(OrderConformance, RanksComeInDifferentOrders) {
   for (const StepPtr& step : steps) ExpectOracle(routed, step);
 }
 
-// The iterations of a loop have the same run id and site. A rank posts one only
-// when the one before is complete, but may be ahead of its peers.
-TEST_P(Conformance, IterationsOfALoopMeetInOrder) {
+// The iterations of a loop have the same run id and site. A rank posts an
+// iteration after the previous one is complete, but may be ahead of its peers.
+TEST_P(Conformance, IterationsOfALoopMatchInOrder) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const int64_t run_id = NextRun();
@@ -74,7 +73,7 @@ TEST_P(Conformance, PostingDoesNotWaitForPeers) {
   const StepPtr step = NewMove(domain, Op::kDispatch, routed);
   // One thread posts for all ranks, so a post that waited would not return.
   for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
-    // An op on a stream is done when it is enqueued.
+    // An op on a stream is done once it is enqueued.
     for (int64_t r = 0; r < rank; ++r) {
       EXPECT_EQ(domain.stream(r) != nullptr, step->IsDone(r));
     }
@@ -105,7 +104,7 @@ TEST_P(Conformance, DomainsAndGroupsDoNotMix) {
   for (size_t i = 0; i < steps.size(); ++i) ExpectOracle(routed[i], steps[i]);
 }
 
-TEST_P(OrderConformance, AFailureEndsItsRunAndNoOther) {
+TEST_P(OrderConformance, AFailureEndsOnlyItsRun) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const int64_t doomed = NextRun();
@@ -156,7 +155,7 @@ TEST_P(Conformance, AnInfiniteTimeoutIsNoDeadline) {
   const Routed routed = PrepareRandom(domain, kDims);
   const StepPtr step = NewMove(domain, Op::kDispatch, routed);
   for (int64_t rank : {0, 1, 3}) step->Post(rank);
-  usleep(1'300'000);  // backends look for what is late once a second
+  usleep(1'300'000);  // backends check for timeouts once a second
   step->Post(2);
   ForEachRank(kDims.ep_size, [&](int64_t rank) { ExpectOk(step->Wait(rank)); });
   ExpectWorks(domain, Op::kDispatch, routed, AnyType());
@@ -179,7 +178,7 @@ TEST_P(OrderConformance, AnAbsentRankIsNamedInTime) {
   EXPECT_GE(Now() - begin, options.timeout_s);
   EXPECT_LT(Now() - begin, 3 * options.timeout_s);
   // Rank 2 may not know of the failure yet, and would complete `step`, which
-  // all others have posted. So it first posts `next`, where it must wait.
+  // all other ranks have posted. So rank 2 first posts `next`, and has to wait.
   for (const StepPtr& late : {next, step}) {
     late->Post(2);
     ExpectFailure(expected, late->Wait(2));
@@ -187,7 +186,7 @@ TEST_P(OrderConformance, AnAbsentRankIsNamedInTime) {
   ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
 
-TEST_P(FailureConformance, ClosingFailsWhatComes) {
+TEST_P(FailureConformance, ClosingFailsLaterOps) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const StepPtr step = NewMove(domain, Op::kDispatch, routed);

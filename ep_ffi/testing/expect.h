@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Functions with which a test checks a status.
+// Functions that check a status in a test.
 
 #ifndef EP_FFI_TESTING_EXPECT_H_
 #define EP_FFI_TESTING_EXPECT_H_
@@ -18,7 +18,7 @@ inline void ExpectOk(const Status& status) {
   EXPECT_TRUE(status.ok()) << status.message();
 }
 
-// A failure's code, and parts of its message.
+// The code of a failure, and parts of its message.
 struct Failure {
   Code code;
   std::vector<std::string> parts = {};

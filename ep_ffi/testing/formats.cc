@@ -62,8 +62,8 @@ uint32_t Encode(DType dtype, double value) {
   if (exponent > -f.min_exponent() + 1) return sign | f.infinity();
   const double units =
       std::nearbyint(std::ldexp(std::abs(value), f.fraction_bits - exponent));
-  // The leading one of a normal number adds 1 to the exponent. So does the
-  // carry of a number that was rounded up to the next power of two.
+  // The leading one of a normal number adds 1 to the exponent, and so does the
+  // carry when a number rounds up to the next power of two.
   const uint32_t magnitude =
       (static_cast<uint32_t>(exponent - f.min_exponent()) << f.fraction_bits) +
       static_cast<uint32_t>(units);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The three float formats by their definition: a fraction of a few bits times a
-// power of two. These conversions are slow and obvious; tests compare the fast
-// ones with them.
+// Conversions of the three float formats by definition: a fraction times a
+// power of two. They are slow and simple; tests compare the fast conversions
+// with them.
 
 #ifndef EP_FFI_TESTING_FORMATS_H_
 #define EP_FFI_TESTING_FORMATS_H_
@@ -17,8 +17,8 @@ namespace ep::testing {
 // Returns the value of a bit pattern.
 double Decode(DType dtype, uint32_t bits);
 
-// Returns the bit pattern nearest to `value`, of two equally near ones the even
-// one. Values beyond the largest finite one become infinite.
+// Returns the bit pattern nearest to `value`, and rounds ties to even. Values
+// beyond the largest finite number become infinite.
 uint32_t Encode(DType dtype, double value);
 
 // Decodes and encodes an element of an array.

@@ -15,10 +15,10 @@ namespace ep::testing {
 struct Seed {
   std::string name;
   std::string bytes;
-  bool is_good = true;  // whether the target accepts it
+  bool is_good = true;  // whether the target accepts the input
 };
 
-// Returns the inputs of which the driver makes mutants.
+// Returns the inputs that the driver mutates.
 std::vector<Seed> FuzzSeeds();
 
 template <typename T>

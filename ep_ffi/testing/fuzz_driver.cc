@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Runs a fuzz target without a fuzzer: on its seeds, and on mutants of the
-// seeds, which are the same in every run.
+// Runs a fuzz target without a fuzzer, on its seeds and on repeatable mutants
+// of the seeds.
 //
 //   foo_fuzz_test [--iterations=n] [--seed=n] [file...]
 //
-// The target has libFuzzer's form, so that a fuzzer that learns can run it too.
-// It, or a sanitizer, aborts the process when it finds a fault; the input is
-// then in the file that the log names. Given files, the test runs these alone.
+// The target has libFuzzer's interface, so a coverage-guided fuzzer can run it.
+// The target or a sanitizer aborts the process at a fault. The log names the
+// file with the input of the fault. With file arguments, the test runs only
+// these inputs.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -33,11 +34,11 @@ int64_t iterations = 1000;
 uint64_t first_seed = 1;
 std::vector<std::string> files;
 
-// Opens a file for the current input, which outlives a crash.
+// Opens a file for the current input, which remains after a crash.
 int OpenLastInput() {
   const char* folder = std::getenv("TEST_UNDECLARED_OUTPUTS_DIR");
   const std::string path = std::string(folder ? folder : ".") + "/input";
-  std::cout << "each input is first in " << path << std::endl;
+  std::cout << "the current input is in " << path << std::endl;
   return open(path.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
 }
 
@@ -57,7 +58,7 @@ constexpr int64_t kNumbers[] = {
 
 class Mutator {
  public:
-  // Takes half of the mutants from good seeds, since these pass more checks.
+  // Makes half of the mutants from good seeds, which pass more checks.
   explicit Mutator(const std::vector<Seed>& seeds) {
     for (const Seed& seed : seeds) {
       seeds_.push_back(seed.bytes);
@@ -105,7 +106,7 @@ class Mutator {
     }
   }
 
-  // Writes what fits of some bytes.
+  // Writes the bytes that fit.
   static void Overwrite(size_t at, const std::string& bytes,
                         std::string* input) {
     const size_t count = std::min(bytes.size(), input->size() - at);
@@ -116,7 +117,7 @@ class Mutator {
   std::mt19937_64 random_{first_seed};
 };
 
-// Without good seeds no mutant would pass the first checks.
+// Without good seeds, no mutant would pass the first checks.
 TEST(FuzzTest, GoodSeedsAreAccepted) {
   for (const std::string& path : files) {
     std::ifstream file(path, std::ios::binary);

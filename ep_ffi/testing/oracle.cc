@@ -27,8 +27,8 @@ RankData ScatterTo(int64_t rank, const PlanDims& dims, const Layout& layout,
   return out;
 }
 
-// With `scale`, the weights of the slots multiply their rows. Otherwise they
-// are gathered beside the rows, if there are any.
+// With `scale`, multiplies rows by the weights of their slots. Otherwise
+// gathers the weights, if any.
 RankData GatherTo(int64_t rank, const PlanDims& dims, const Layout& layout,
                   const RowType& type, const std::vector<RankData>& inputs,
                   bool scale) {
@@ -58,7 +58,7 @@ RankData GatherTo(int64_t rank, const PlanDims& dims, const Layout& layout,
   return out;
 }
 
-// Does the work of Difference for one array.
+// Describes the first difference of one array.
 std::string ArrayDifference(const char* what, DType dtype, int64_t width,
                             const std::byte* expected, const std::byte* actual,
                             int64_t bytes) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // The numeric contract in plain loops: the outputs of each op on every rank of
-// an EP domain. It shares no code with the backends that are compared with it.
+// an EP domain. The oracle shares no code with the backends.
 
 #ifndef EP_FFI_TESTING_ORACLE_H_
 #define EP_FFI_TESTING_ORACLE_H_
@@ -19,8 +19,8 @@ namespace ep::testing {
 // The choices of every rank: [P][T * K] expert ids, -1 where unused.
 using Choices = std::vector<std::vector<int64_t>>;
 
-// The routing of a domain: where each choice goes, and where each slot's token
-// comes from. The outer vectors are indexed by rank.
+// The routing of a domain: the slot of each choice, and the choice of each
+// slot. The outer vectors are indexed by rank.
 struct Layout {
   std::vector<std::vector<Route>> send;  // [P][T * K]
   std::vector<std::vector<Route>> recv;  // [P][C]
@@ -36,8 +36,8 @@ struct Layout {
 
 Layout LayOut(const PlanDims& dims, const Choices& topk_idx);
 
-// An input or an output of an op on one rank: a dense [n, H] matrix, and its
-// weights ([T, K] of tokens, [C] of slots) if there are any.
+// An input or output of an op on one rank: a dense [n, H] matrix, and optional
+// weights, [T, K] for tokens or [C] for slots.
 struct RankData {
   std::vector<std::byte> rows;
   std::vector<float> weights;
@@ -48,7 +48,7 @@ inline constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
 inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16,
                                     DType::kFloat16};
 
-// Returns whether an op moves tokens to slots; the others sum slots.
+// Returns whether an op copies tokens to slots. The other ops sum slots.
 bool IsScatter(Op op);
 
 // The type of a row.
@@ -59,8 +59,8 @@ struct RowType {
   int64_t bytes() const { return width * ByteWidth(dtype); }
 };
 
-// Returns the outputs of an op other than ep_prepare, on one rank or on every
-// rank. The rows of the tail are zero.
+// Return the outputs of an op other than ep_prepare, on one rank or on every
+// rank. The tail is zero.
 RankData ApplyOn(int64_t rank, Op op, const PlanDims& dims,
                  const Layout& layout, const RowType& type,
                  const std::vector<RankData>& inputs);
@@ -68,7 +68,7 @@ std::vector<RankData> Apply(Op op, const PlanDims& dims, const Layout& layout,
                             const RowType& type,
                             const std::vector<RankData>& inputs);
 
-// Tells where the two first differ; empty if they are equal bit for bit.
+// Describes the first difference, or returns "" if both are bitwise equal.
 std::string Difference(const RowType& type, const RankData& expected,
                        const RankData& actual);
 

@@ -22,7 +22,8 @@ class Threads : public Executor {
 
 constexpr size_t kCanaryElements = 16;
 
-// Sizes an output, and fills it and some elements past its end with the canary.
+// Resizes an output, and fills it and some elements past its end with the
+// canary.
 template <typename T>
 void Arm(size_t size, std::vector<T>* output) {
   output->resize(size + kCanaryElements);
@@ -30,11 +31,11 @@ void Arm(size_t size, std::vector<T>* output) {
               output->size() * sizeof(T));
 }
 
-// Fails the test if something was written past the end, and removes the
-// elements there.
+// Fails the test if an element past the end has changed, and removes these
+// elements.
 template <typename T>
 void Disarm(std::vector<T>* output) {
-  if (output->empty()) return;  // was not armed
+  if (output->empty()) return;  // not armed
   const size_t size = output->size() - kCanaryElements;
   const std::byte* end = reinterpret_cast<const std::byte*>(&(*output)[size]);
   for (size_t i = 0; i < kCanaryElements * sizeof(T); ++i) {
@@ -116,7 +117,7 @@ void Step::Post(int64_t rank) {
 PrepareArgs Step::ToPrepareArgs(int64_t rank) {
   const RankInput& in = inputs_[rank];
   RankOutput& out = outputs_[rank];
-  int64_t mem_bytes = 0;  // stays 0 if the group refuses, as Prepare then does
+  int64_t mem_bytes = 0;  // stays 0 if the group refuses the layer
   (void)domain_.groups[rank]->MemBytes(sites_[rank].layer, in.dims.num_tokens,
                                        &mem_bytes);
   Arm(mem_bytes, &out.mem);
@@ -147,7 +148,7 @@ ScatterArgs Step::ToScatterArgs(int64_t rank) {
   const bool weighted = op_ == Op::kDispatch;
   Arm(in.dims.capacity * in.type.bytes(), &out.data.rows);
   if (weighted) Arm(in.dims.capacity, &out.data.weights);
-  static constexpr float kNoWeights = 0;  // XLA's empty buffers have addresses
+  static constexpr float kNoWeights = 0;  // empty buffers of XLA have addresses
   return {
       {in.mem.data(), static_cast<int64_t>(in.mem.size())},
       {in.data.rows.data(), in.dims.num_tokens, in.type.width, in.type.dtype},

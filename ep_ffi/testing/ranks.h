@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Calls the ops of a backend as a program would, with plain host buffers. Each
-// rank is a thread.
+// Calls the ops of a backend on plain host buffers, with a thread per rank.
 
 #ifndef EP_FFI_TESTING_RANKS_H_
 #define EP_FFI_TESTING_RANKS_H_
@@ -28,19 +27,19 @@ struct WorldOptions {
   double timeout_s = 60;
 };
 
-// One EP domain as a backend made it. Ranks may share a group.
+// One EP domain of a backend. Ranks may share a group.
 struct Domain {
-  // If given, it is called before each op of a rank, with the bytes of its
-  // EpHandle.mem, and may change the call. What it returns lives until the
-  // backend returns.
+  // Optional. A step calls it before each op of a rank with the EpHandle.mem of
+  // the op, and keeps the result until the backend returns. May change the
+  // call.
   std::function<std::shared_ptr<void>(int64_t rank, const void* mem,
                                       int64_t bytes, Call* call)>
       enter;
   std::vector<std::shared_ptr<Group>> groups;  // by rank
   std::vector<int32_t> devices;                // by rank
-  // Empty unless ops are done when they are enqueued. Then the stream of each
-  // rank, and a function that waits until the device has run all of a rank's
-  // ops, and returns what it found wrong.
+  // For backends that enqueue ops on a stream: the streams by rank, and a
+  // function that waits until the device has run all ops of a rank and returns
+  // the first error. Empty for other backends.
   std::vector<void*> streams;
   std::function<Status(int64_t rank)> synchronize;
 
@@ -50,11 +49,11 @@ struct Domain {
   int64_t size() const { return groups.size(); }
 };
 
-// Calls `body` for each rank on a thread of its own, and waits for all.
+// Calls `body` for each rank on a separate thread, and waits for all threads.
 void ForEachRank(int64_t num_ranks,
                  const std::function<void(int64_t rank)>& body);
 
-// Identifies a call: its run, and the site of its op.
+// Identifies a call by its run and the site of its op.
 struct Place {
   int64_t run_id;
   int64_t position = 0;
@@ -62,7 +61,7 @@ struct Place {
   uint64_t program = 0;
 };
 
-// The name of the layer, unless a test gives another.
+// The default name of the layer.
 inline constexpr char kLayerName[] = "moe_3";
 
 // The inputs of an op on one rank.
@@ -74,7 +73,7 @@ struct RankInput {
   // For ep_prepare.
   std::vector<int64_t> topk_idx;
   bool index_is_int64 = true;
-  std::vector<int32_t> place;  // empty: not known
+  std::vector<int32_t> place;  // empty: unknown
   // For the other ops.
   std::vector<std::byte> mem;
   RowType type = {0, DType::kFloat32};
@@ -96,10 +95,10 @@ struct RankOutput {
 // The byte that fills outputs before an op runs.
 inline constexpr std::byte kCanary{0xc5};
 
-// One execution of one op on all ranks of a domain. The test fails if an output
-// is written past its end, or if a call completes twice.
+// One execution of one op on all ranks of a domain. Fails the test if the
+// backend writes past the end of an output, or completes a call twice.
 //
-// Thread-safe, except that only one thread at a time may use a rank.
+// Thread-safe, if only one thread at a time uses each rank.
 class Step : public std::enable_shared_from_this<Step> {
  public:
   static std::shared_ptr<Step> Make(const Domain& domain, Op op, Place place,
@@ -108,9 +107,9 @@ class Step : public std::enable_shared_from_this<Step> {
   // Calls the backend for one rank.
   void Post(int64_t rank);
   bool IsDone(int64_t rank);
-  // Waits for the call; the test fails if it does not complete in a minute.
+  // Waits for the call. Fails the test if the call takes longer than a minute.
   Status Wait(int64_t rank);
-  // Posts and waits on all ranks at once. Returns the statuses by rank.
+  // Posts and waits on all ranks in parallel. Returns the statuses by rank.
   std::vector<Status> Run();
   Op op() const { return op_; }
   const std::vector<RankInput>& inputs() const { return inputs_; }
@@ -134,10 +133,9 @@ class Step : public std::enable_shared_from_this<Step> {
   std::vector<RankOutput> outputs_;
 
   Mutex mutex_;
-  CondVar changed_;  // a call has completed
-  // By rank: how often its call has completed, and the status.
-  std::vector<int> completions_ EP_GUARDED_BY(mutex_);
-  std::vector<Status> statuses_ EP_GUARDED_BY(mutex_);
+  CondVar changed_;                                     // a call has completed
+  std::vector<int> completions_ EP_GUARDED_BY(mutex_);  // count by rank
+  std::vector<Status> statuses_ EP_GUARDED_BY(mutex_);  // by rank
 };
 
 using StepPtr = std::shared_ptr<Step>;

@@ -16,31 +16,31 @@ namespace ep::testing {
 
 using Random = std::mt19937_64;
 
-// Returns a number from [low, high], each equally likely.
+// Returns a uniformly distributed number from [low, high].
 int64_t Uniform(Random& random, int64_t low, int64_t high);
 
-// Returns the slots that any routing of these sizes fits in. Ignores
+// Returns a capacity that every routing of these sizes fits in. Ignores
 // `dims.capacity`.
 int64_t WorstCaseCapacity(const PlanDims& dims);
 
-// Returns sizes of every kind: no tokens, one expert, more choices than local
-// experts, alignments that do not divide, and with `drop` a capacity that often
-// overflows.
+// Returns random sizes, including zero tokens, one expert, more choices than
+// local experts, and alignments that do not divide other sizes. With `drop`,
+// routings often exceed the capacity.
 PlanDims RandomDims(Random& random, int64_t ep_size, bool drop);
 
 // Returns distinct experts for each token, and some unused choices.
 Choices RandomChoices(Random& random, const PlanDims& dims);
 
-// Returns rows and weights of a rank, of either sign and many sizes.
+// Returns rows and weights of a rank with either sign and different magnitudes.
 RankData RandomData(Random& random, const RowType& type, int64_t num_rows,
                     int64_t num_weights);
 
-// Returns the inputs of an op other than ep_prepare. Without `weighted`, it has
-// no weights.
+// Returns the inputs of an op other than ep_prepare, without weights unless
+// `weighted`.
 RankData RandomInput(Random& random, Op op, const PlanDims& dims,
                      const RowType& type, bool weighted = true);
 
-// Writes NaN to the slots that hold no token, since no op may read them.
+// Writes NaN to the slots without a token, which no op may read.
 void PoisonUnusedSlots(const RowType& type, const std::vector<Route>& recv,
                        RankData* slots);
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: checkpoints, and a line of metrics for each step."""
+"""The folder of a run: checkpoints, and the metrics of each step."""
 
 from collections.abc import Mapping
 import json
@@ -17,24 +17,24 @@ from lm.step import State
 
 
 class Stop(Exception):
-  """A run cannot go on, on all processes alike; its sentence says why."""
+  """The run cannot continue on any process; the message says why."""
 
 
 class RunFolder:
-  """What a run keeps, in a folder that all processes share.
+  """The checkpoints and metrics of a run, in a folder on a shared file system.
 
-  A process may be killed at any time. A checkpoint fits any mesh: each process
-  writes its shards, and reads those that it needs.
+  A kill of a process at any time leaves a usable folder. A checkpoint fits any
+  mesh: each process writes its own shards, and reads the shards it needs.
 
   Args:
     folder: created if missing.
-    description: plain values by name, which the run must have in common with
-      the run that continues it.
+    description: values by name. A run can continue only a run with the same
+      description.
   """
 
   def __init__(self, folder: pathlib.Path, description: Mapping[str, Any]):
-    # If orbax-checkpoint raises an error, it abandons other reads and writes.
-    # asyncio would log all their errors.
+    # After an error, orbax-checkpoint abandons other reads and writes. asyncio
+    # would log each of their errors.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     folder = folder.absolute()
     self._metrics = folder / "metrics.jsonl"
@@ -52,13 +52,13 @@ class RunFolder:
     """Returns the latest state, and its records on the first process.
 
     Args:
-      start: the state if there is no checkpoint. Its shardings are the
-        result's.
+      start: the state to return without a checkpoint. The result has its
+        shardings.
 
     Raises:
-      OSError: a checkpoint cannot be read.
-      Stop: it is of a run with another description, or a line of metrics
-        is damaged.
+      OSError: the checkpoint cannot be read.
+      Stop: the checkpoint has another description, or a line of metrics is
+        damaged.
     """
     state = start
     if (step := self._manager.latest_step()) is not None:
@@ -84,7 +84,7 @@ class RunFolder:
         raise cannot_be_read(_first_line(error)) from error
       return value
 
-    # The description comes first: another run's state has other shapes.
+    # Read the description first: another run's state can have other shapes.
     saved = read({"run": ocp.args.JsonRestore()})
     checksum = saved.pop("checksum", None)
     ours = self._description
@@ -105,12 +105,12 @@ class RunFolder:
     return state
 
   def _read_metrics(self, done):
-    """Returns the records up to step `done`, and drops the lines after them."""
+    """Returns the records up to step `done`, and deletes later lines."""
     path = self._metrics
     path.touch()
     lines = path.read_bytes().splitlines(keepends=True)
     try:
-      # A process may have been killed in the middle of the last line.
+      # A kill can leave an incomplete last line.
       records = [json.loads(line) for line in lines if line.endswith(b"\n")]
       records = [each for each in records if each["step"] <= done]
     except (ValueError, TypeError, LookupError) as error:
@@ -122,7 +122,7 @@ class RunFolder:
     return records
 
   def append(self, record: Mapping[str, Any]) -> None:
-    """Writes a line of metrics; only the first process does."""
+    """Writes a line of metrics, on the first process."""
     if jax.process_index() == 0:
       with self._metrics.open("a") as file:
         file.write(json.dumps(record) + "\n")
@@ -155,10 +155,9 @@ def _sum_of_bits(state):
 
 
 def _checksum(state: State) -> int:
-  """Returns a number that is the same on any mesh.
+  """Returns a checksum that does not depend on the mesh.
 
-  Damage to a file of numbers is an error of orbax-checkpoint only if the file
-  cannot be decompressed.
+  orbax-checkpoint detects a damaged file only if it cannot decompress the file.
   """
   return int(_sum_of_bits(state))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of a text, each a function of its number alone.
+"""Batches of a text, each of which depends only on the seed and its number.
 
-A run that resumes at step n therefore reads the same batches as an unbroken
-run, and a checkpoint needs no position in the data.
+So a resumed run reads the same batches as an uninterrupted run, and a
+checkpoint needs no position in the data.
 """
 
 import hashlib
@@ -14,15 +14,15 @@ import numpy as np
 from lm.model import Config
 import text
 
-_LIMIT = 8_000_000  # bytes that are read of a longer text
+_LIMIT = 8_000_000  # bytes; the rest of a longer text is not read
 
 
 class Data(NamedTuple):
-  """A text as int32 bytes: the part to train on, and the part held out."""
+  """A text as int32 bytes, split into training and held-out bytes."""
 
   train: np.ndarray
   held_out: np.ndarray
-  unigram: float  # loss, in nats, of the best guess that ignores the context
+  unigram: float  # loss, in nats, of the best prediction without context
   digest: str  # differs between texts
 
 
@@ -30,7 +30,7 @@ def read(path: pathlib.Path, length: int) -> Data:
   """Reads a file or a folder.
 
   Raises:
-    ValueError: there is no text, or less than windows of `length` take.
+    ValueError: the text is missing, or shorter than a window of `length`.
   """
   whole = text.read(path, _LIMIT)
   train, held_out = split(whole, length)
@@ -47,10 +47,11 @@ def read(path: pathlib.Path, length: int) -> Data:
 
 
 def split(whole: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the text to train on, and blocks of it that are held out.
+  """Returns the training bytes, and held-out blocks of the text.
 
-  These are a block of every 20, or of all if there are fewer. A block has 4096
-  bytes, or as few as a window of `length` predictions takes.
+  One block of every 20 is held out, or one block of a text of fewer blocks. A
+  block has 4096 bytes, or a 20th of a shorter text, but at least the bytes of a
+  window.
   """
   block = max(length + 1, min(4096, whole.size // 20))
   numbers = np.arange(whole.size) // block
@@ -59,7 +60,7 @@ def split(whole: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch(part: np.ndarray, number: int, config: Config) -> np.ndarray:
-  """Returns random windows of a part of a text, int32 `[B, S + 1]`."""
+  """Returns random windows of a text, int32 `[B, S + 1]`."""
   rng = np.random.default_rng((config.seed, number))
   starts = rng.integers(part.size - config.length, size=config.batch)
   return part[starts[:, None] + np.arange(config.length + 1)]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder-only transformer whose feed-forward layers are mixtures of experts.
 
-Everything here is ordinary JAX. It works on the arrays of a rank, as in
-training, and on global arrays. Experts are sharded over the EP axis of the
-mesh, which does not show in the code.
+The code is ordinary JAX. It works on the arrays of a rank, as in training, and
+on global arrays; only `partition_specs` shows that experts are sharded.
 """
 
 from collections.abc import Callable
@@ -23,12 +22,12 @@ HEAD = 32  # dimensions of an attention head
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """What a run computes: the model, its data, and how it is trained.
+  """The model, its data, and its training.
 
-  Experts are balanced in two ways, which can be combined. `aux_loss` weighs a
-  term of the loss that is least when all experts are chosen equally often
-  (Switch Transformer). `bias_rate` is the step by which a router's selection
-  bias rises for idle experts and falls for busy ones (DeepSeek-V3).
+  Two methods, which can be combined, balance the experts. `aux_loss` weighs a
+  loss that is smallest when all experts are chosen equally often (Switch
+  Transformer). `bias_rate` is the step by which a router's selection bias rises
+  for idle experts and falls for busy ones (DeepSeek-V3).
   """
 
   layers: int
@@ -36,20 +35,20 @@ class Config:
   inner: int  # of each expert
   num_experts: int
   top_k: int
-  wire: str | None  # how rows travel to experts
+  wire: str | None  # fp8 transport of rows to experts
   batch: int  # windows of text in a step
-  shards: int  # parts of a batch
+  shards: int  # the number of shards of a batch
   length: int  # bytes of a window
   learning_rate: float  # at its peak
   warmup: int  # steps up to the peak
-  decay_steps: int  # steps until the rate is a tenth of the peak, and stays
+  decay_steps: int  # the rate is a tenth of the peak from this step on
   aux_loss: float
   bias_rate: float
   seed: int
 
   @property
   def dense(self) -> "Config":
-    """A model of one expert, as large as the experts of a token together."""
+    """A dense model with the inner size of a token's experts together."""
     inner = self.top_k * self.inner
     return dataclasses.replace(
       self, inner=inner, num_experts=1, top_k=1, wire=None
@@ -69,7 +68,7 @@ class Config:
 
   @property
   def schedule(self) -> optax.Schedule:
-    """The learning rate of a step, which does not depend on a run's end."""
+    """The learning rate of a step; independent of the number of steps."""
     return optax.warmup_cosine_decay_schedule(
       init_value=0.0,
       peak_value=self.learning_rate,
@@ -84,14 +83,14 @@ class Config:
 
 
 def _decays(params):
-  """Returns which parameters decay: all but the scales of the norms."""
+  """Returns a mask of the parameters that decay: all but scales of norms."""
   return jax.tree.map_with_path(
     lambda path, _: not path[-1].key.endswith("norm"), params
   )
 
 
 def init(key: jax.Array, config: Config) -> dict:
-  """Returns the parameters. Those of "blocks" have an axis of layers first."""
+  """Returns the parameters; arrays of "blocks" have a leading layer axis."""
   embed_key, unembed_key, blocks_key = jax.random.split(key, 3)
   hidden, heads = config.hidden, config.hidden // HEAD
 
@@ -128,16 +127,16 @@ def apply(
 ) -> tuple[jax.Array, ep.moe.Metrics]:
   """Returns the logits of each next byte.
 
-  One `lax.scan` runs all layers, so 64 of them compile as fast as 2.
+  One `lax.scan` runs all layers, so 64 layers compile as fast as 2.
 
   Args:
-    params: what `init` returns.
+    params: the parameters, as from `init`.
     layer: an `ep.MoE` of `Config.moe`, or `dense_layer`.
     tokens: int32 `[B, S]`, sharded over all ranks along B.
-    moe_state: of all layers, stacked.
+    moe_state: the stacked states of all layers.
 
   Returns:
-    Logits `[B, S, 256]`, and the metrics of all MoE layers, stacked.
+    Logits `[B, S, 256]`, and the stacked metrics of all MoE layers.
   """
 
   def block(x, params_and_state):
@@ -154,7 +153,7 @@ def apply(
 def dense_layer(
   params: dict, x: jax.Array, state: ep.moe.State
 ) -> tuple[jax.Array, ep.moe.Metrics]:
-  """Computes the outputs of an `ep.MoE` of one expert, without routing."""
+  """Computes an `ep.MoE` of one expert, without routing."""
   hidden = jax.nn.silu(x @ params["w_gate"][0]) * (x @ params["w_up"][0])
   zeros = dict.fromkeys(ep.moe.Metrics._fields, jnp.zeros(()))
   metrics = ep.moe.Metrics(**zeros | {"load": jnp.ones(1)})
@@ -168,9 +167,9 @@ def _attend(p, x):
 
 
 def _rotate(x):
-  """Rotates pairs of dimensions by angles that grow with the position.
+  """Rotates pairs of dimensions by angles proportional to the position.
 
-  The scalar product of a query and a key then depends on their distance (Su et
+  The dot product of a query and a key then depends on their distance (Su et
   al., "RoFormer", arXiv 2104.09864).
   """
   half = HEAD // 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures, 1200 pixels wide: of a run, and of a step in its trace."""
+"""Draws a run, and a step of its trace, in pictures 1200 pixels wide."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ Records = Sequence[Mapping[str, Any]]
 def plot_run(
   path: pathlib.Path, moe: Records, dense: Records, unigram: float, title: str
 ) -> None:
-  """Draws losses, the load of experts, and the routers' entropy.
+  """Draws losses, expert loads, and router entropies.
 
   Args:
-    path: of the picture.
-    moe: the records of consecutive steps.
-    dense: the records of a dense model, or none.
-    unigram: the loss of the best guess that ignores the context.
-    title: what the run is.
+    path: path of the picture.
+    moe: records of consecutive steps.
+    dense: records of a dense model, or an empty list.
+    unigram: loss of the best prediction without context.
+    title: title of the picture.
   """
   runs = {"": _arrays(moe)} | ({"dense: ": _arrays(dense)} if dense else {})
   of_moe = runs[""]
@@ -44,12 +44,12 @@ def plot_run(
   loss.set_title("loss, nats per byte")
   loss.legend()
 
-  for axes in difference:  # which is small beside the losses
+  for axes in difference:
     both, i, j = np.intersect1d(steps, run["step"], return_indices=True)
     more = run["loss"][j] - of_moe["loss"][i]
     _draw(axes, both, more, "training")
     axes.axhline(0, color="gray", linestyle="--")
-    # The first steps differ most, and would hide the others.
+    # The limits ignore the first steps, which differ most.
     bound = np.abs(more[len(more) // 6 :]).max(initial=1e-3)
     axes.set_ylim(-bound, bound)
     axes.set_title("loss: dense minus MoE")
@@ -82,7 +82,7 @@ def plot_run(
 
 
 def _arrays(records):
-  """Returns an array `[N, ...]` for each name; None becomes NaN."""
+  """Returns an array `[N, ...]` for each field; None becomes NaN."""
   return {
     name: np.array([each[name] for each in records], float)
     for name in records[0]
@@ -90,7 +90,7 @@ def _arrays(records):
 
 
 def _draw(axes, steps, values, label):
-  """Draws a faint curve, and over it means over a 30th of the steps."""
+  """Draws a faint curve, and its moving average over a 30th of the steps."""
   sums = np.concatenate([[0], np.cumsum(values)])
   last = np.arange(len(values)) + 1
   first = np.maximum(last - max(1, len(values) // 30), 0)
@@ -101,13 +101,13 @@ def _draw(axes, steps, values, label):
 
 
 def plot_step(path: pathlib.Path, trace: pathlib.Path) -> None:
-  """Draws a step in a file of `ep.trace`, with a line for each rank.
+  """Draws a step of an `ep.trace` file, with a line for each rank.
 
-  It is the step of the median length, of the program with the most exchanges
-  in a step.
+  It takes the program with the most exchanges in a step, and its step of median
+  length.
 
   Raises:
-    ValueError: there are fewer than two steps.
+    ValueError: the trace has fewer than two steps.
   """
   with (gzip.open if trace.suffix == ".gz" else open)(trace) as file:
     exchanges = json.load(file)["ep"]["exchanges"]
@@ -120,7 +120,7 @@ def plot_step(path: pathlib.Path, trace: pathlib.Path) -> None:
     for (name, step), each in steps.items()
     if name == program
   }
-  # A step begins where the one before ends.
+  # A step begins at the end of the previous step.
   lengths = {n: ends[n] - ends[n - 1] for n in ends if n - 1 in ends}
   if not lengths:
     raise ValueError(f"{trace} has fewer than two steps; trace more of them.")

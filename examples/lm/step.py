@@ -2,11 +2,11 @@
 """The training step: loss, gradients, AdamW, and the balance of the experts.
 
 Its bits do not depend on the number of ranks. A batch consists of shards. Each
-rank works on one shard at a time, in the same shapes whatever the number of
-ranks is. The shards that the ranks work on together are an exchange. Sums over
-shards are added in one order, as a balanced binary tree: first over the ranks
-of an exchange, by `ep.ordered_psum`, then over exchanges. The tree is the same
-for all numbers of ranks that are powers of two.
+rank works on one shard at a time, so all shapes are independent of the number
+of ranks. The shards that all ranks process together are an exchange. The step
+sums over shards as a balanced binary tree: first over the ranks of an exchange,
+by `ep.ordered_psum`, then over exchanges. The tree is the same for every number
+of ranks that is a power of two.
 """
 
 from collections.abc import Callable
@@ -26,30 +26,27 @@ from lm.model import Config
 
 RANKS = ("dp", "ep")  # the axes of a mesh; a batch is sharded over both
 _CLIP = 1.0  # the largest norm of the gradient
-_Z_LOSS = 1e-3  # the weight of a term that keeps the router's logits small
+_Z_LOSS = 1e-3  # the weight of the router z-loss, which keeps logits small
 
 
 class State(NamedTuple):
-  """Everything that a step changes. A checkpoint holds it.
+  """The state of training; the content of a checkpoint."""
 
-  The data of a step is a function of the seed and `step`.
-  """
-
-  step: jax.Array  # steps done
+  step: jax.Array  # number of finished steps
   params: dict
   optimizer: optax.OptState
   moe: ep.moe.State  # of all layers, stacked
 
 
 class Sums(NamedTuple):
-  """Sums over shards. A mean over the batch is a sum of the shards' parts."""
+  """Sums over shards; each shard contributes 1 / shards of a mean."""
 
-  grads: dict  # of the loss with its further terms
-  loss: jax.Array  # cross-entropy in nats per byte, without further terms
-  aux_loss: jax.Array  # [layers], of balance; 1 if balanced
-  entropy: jax.Array  # [layers], of the routers' odds, in nats
-  load: jax.Array  # [layers, E], choices that fell on each expert
-  dropped: jax.Array  # [layers], choices that found no row
+  grads: dict  # of the total loss
+  loss: jax.Array  # cross-entropy in nats per byte
+  aux_loss: jax.Array  # [layers], balancing losses; 1 if balanced
+  entropy: jax.Array  # [layers], entropies of the routers, in nats
+  load: jax.Array  # [layers, E], choices of each expert
+  dropped: jax.Array  # [layers], dropped choices
 
 
 def partition_specs(config: Config) -> State:
@@ -58,7 +55,7 @@ def partition_specs(config: Config) -> State:
   shapes = jax.eval_shape(
     lambda: config.optimizer.init(model.init(jax.random.key(0), config))
   )
-  # The moments of a parameter lie where it lies; all else is a scalar.
+  # Moments have the spec of their parameter; everything else is a scalar.
   moments = optax.tree_utils.tree_map_params(
     config.optimizer,
     lambda _, spec: spec,
@@ -70,7 +67,7 @@ def partition_specs(config: Config) -> State:
 
 
 def init(config: Config, mesh: Mesh) -> State:
-  """Returns the state before the first step; each device makes its shards."""
+  """Returns the initial state; each device computes its own shards."""
 
   def first():
     params = model.init(jax.random.key(config.seed), config)
@@ -85,23 +82,23 @@ def init(config: Config, mesh: Mesh) -> State:
 
 
 class Step:
-  """A training step of a model on a mesh of the axes `RANKS`.
+  """A training step of a model on a mesh with the axes `RANKS`.
 
-  An exchange is a program of its own, in the local view. XLA would compile a
-  loop over exchanges, and a loop of one trip, in other ways, which may round
+  Each exchange is a separate run of one program, in the local view. XLA could
+  compile a loop differently for each number of exchanges, and round
   differently.
 
   Args:
-    config: of the run.
+    config: the configuration of the run.
     layer: the feed-forward layer, as in `model.apply`.
-    mesh: whose number of ranks divides `config.shards`.
+    mesh: its number of ranks divides `config.shards`.
   """
 
   def __init__(self, config: Config, layer: Callable, mesh: Mesh):
     self._exchanges = config.shards // mesh.size
     self._batch_sharding = NamedSharding(mesh, P(RANKS))
-    # XLA multiplies constants in advance where no collective stands between
-    # them, which is on one rank only. So the program gets this as an argument.
+    # An argument, because XLA folds products of constants if no collective is
+    # between them, i.e. only on one rank.
     self._share = np.float32(1 / config.shards)
     specs = partition_specs(config)
     sum_specs = Sums(specs.params, *[P()] * (len(Sums._fields) - 1))
@@ -112,7 +109,7 @@ class Step:
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        check_vma=False,  # so each rank has the gradient of its own shard
+        check_vma=False,  # each rank computes the gradient of its own shard
       )
       return jax.jit(ranks, **options)
 
@@ -134,20 +131,20 @@ class Step:
   def __call__(
     self, state: State, batch: np.ndarray
   ) -> tuple[State, dict[str, jax.Array]]:
-    """Returns the next state, in the memory of this one, and a report.
+    """Returns the next state and a report; donates the memory of `state`.
 
     Args:
-      state: as of `init`.
-      batch: int32 `[B, S + 1]`, which every process has whole. Its shards are
-        consecutive rows.
+      state: the state, as from `init`.
+      batch: int32 `[B, S + 1]`, whole on every process. A shard is consecutive
+        rows.
     """
     return self._update(state, self._total(state, self._split(batch)))
 
   def loss(self, state: State, batch: np.ndarray) -> float:
     """Returns the cross-entropy of a batch, in nats per byte.
 
-    It runs the program of a step, gradients included, so that the bits depend
-    on the number of ranks as little as a step's.
+    It runs the program of a step, gradients included, so that its bits also do
+    not depend on the number of ranks.
     """
     return float(self._total(state, self._split(batch)).loss)
 
@@ -160,9 +157,9 @@ class Step:
     ]
 
   def _total(self, state, exchanges):
-    """Returns the sums of exchanges, of which 2^n are added first."""
+    """Sums over exchanges as a balanced binary tree."""
     if len(exchanges) == 1:
-      # Waiting keeps the memory of later exchanges from being taken now.
+      # Waiting limits the memory to one exchange.
       return jax.block_until_ready(
         self._sums(state.params, state.moe, self._share, *exchanges)
       )
@@ -176,7 +173,7 @@ class Step:
 def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
   """Returns the sums over an exchange.
 
-  `batch` is the rank's shard, `[B / shards, S + 1]`, and `share` its weight.
+  `batch` is the rank's shard, `[B / shards, S + 1]`, and `share` is 1 / shards.
   """
 
   def loss_fn(params):
@@ -185,7 +182,7 @@ def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
       logits, batch[:, 1:]
     ).mean()
     # The routers' losses are means over the ranks. JAX differentiates the sum
-    # of all ranks' copies, which is the gradient of the rank's own shard.
+    # of all ranks' copies, so each rank gets the gradient of its own shard.
     total = (
       loss
       + config.aux_loss * experts.aux_loss.sum()
@@ -209,7 +206,7 @@ def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
 
 
 def _update(config, specs, state, sums) -> tuple[State, dict[str, Any]]:
-  """Returns the next state and a report, of the sums over all shards."""
+  """Returns the next state and a report, from the sums over all shards."""
   norm = _norm(sums.grads, specs)
   scale = jnp.minimum(1.0, _CLIP / norm)
   updates, optimizer = config.optimizer.update(
@@ -231,7 +228,7 @@ def _update(config, specs, state, sums) -> tuple[State, dict[str, Any]]:
 
 
 def _norm(grads, specs):
-  """Returns the norm of all gradients, which adds up each expert first."""
+  """Returns the norm of all gradients; sums over each expert first."""
 
   def square(grad, spec):
     if "ep" not in spec:
@@ -245,9 +242,9 @@ def _norm(grads, specs):
 
 
 def _row_sums(x):
-  """Returns the sums over the last axis, added up as a tree of halves.
+  """Sums over the last axis as a tree of halves.
 
-  XLA would add up in another order where there are fewer experts.
+  The order of XLA's sum depends on the number of experts on a device.
   """
   while (size := x.shape[-1]) > 1:
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size % 2)])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MoE layer as a module of Equinox.
 
-Its state is in `eqx.nn.State`, like the averages of a batch norm, so no
-gradient and no weight decay reaches it. Make the layer, or a model of several,
-with
+`eqx.nn.State` has the layer's state, like the averages of a batch norm, so
+gradients and weight decay do not change it. Make the layer, or a model of
+several layers, with
 
     layer = ep.MoE(config, mesh)
     model, state = eqx.nn.make_with_state(MoE)(layer, key=key)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MoE layer as a module of Flax NNX.
 
-The parameters are `nnx.Param`, so an optimizer for that type trains them and
-leaves the state alone, which is a `Variable` of a type of its own.
+The parameters are `nnx.Param`. The state has another `Variable` type, so an
+optimizer of `nnx.Param` does not change it.
 """
 
 from flax import nnx

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """MaxText's `RoutedMoE.sparse_matmul` on ep.
 
-Between the router and the sum of outputs, theirs are `permute`, a
-`ragged_all_to_all`, `local_permute`, three `gmm`, the permutation back, a
-second `ragged_all_to_all` and `unpermute`. Here `ep_dispatch` and `ep_combine`
-are around the three grouped matmuls.
+After the router, MaxText runs `permute`, `ragged_all_to_all`, `local_permute`,
+three `gmm`, the inverse permutation, a second `ragged_all_to_all` and
+`unpermute`. This recipe runs `ep_dispatch`, three grouped matmuls, and
+`ep_combine`.
 
-The routers and experts of some models are left out: `refuse` names them.
+It does not support the routers and experts of some models; see `refuse`.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep
 
-# The values of `decoder_block` whose models have the same router and experts.
+# The values of `decoder_block` with a supported router and experts.
 _BLOCKS = (
   "mixtral",
   "qwen3_moe",
@@ -44,22 +44,21 @@ def sparse_matmul(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns output [B, S, H], lb_loss, and bias_updates [E].
 
-  `config` is MaxText's. `inputs` are [B, S, H], sharded over the axes "data",
-  "fsdp" and "expert" of the batch, and `gate_logits` [B, S, E]. Kernels may be
-  sharded over "fsdp", too, and over "tensor" along the inner size. The output
-  is split over "tensor" along H: each of its ranks returns a part of each row
-  only.
+  `config` is MaxText's. `inputs` are [B, S, H], whose batch is sharded over the
+  axes "data", "fsdp" and "expert", and `gate_logits` [B, S, E]. Kernels may
+  also be sharded over "fsdp", and over "tensor" along the inner size. The
+  output is sharded over "tensor" along H.
 
   Raises:
-    ValueError: MaxText would compute something else; see `refuse`.
+    ValueError: the recipe does not support the model; see `refuse`.
   """
   refuse(config, pre_bias_logits is not None)
   group, top_k = layer.group, layer.top_k
   topk_weights, topk_idx = get_topk(gate_logits, pre_bias_logits, top_k)
   tokens, inner = P(group.token_axes), P("expert", None, "tensor")
   row = P("expert", "tensor")
-  # "fsdp" is in no spec of a kernel, so that XLA gathers the kernels where
-  # `shard_map` begins.
+  # No spec of a kernel has "fsdp", so XLA gathers the kernels before the
+  # `shard_map`.
   output = jax.shard_map(
     lambda *args: _of_rank(layer, *args),
     mesh=group.mesh,
@@ -73,7 +72,7 @@ def sparse_matmul(
     (w0_kernel, w1_kernel, wo_kernel),
     (w0_bias, w1_bias, wo_bias),
   )
-  # Their loss counts the choices of a token, and not the shares of choices.
+  # MaxText's loss counts choices instead of fractions of choices.
   lb_loss = top_k * ep.sequence_balancing_loss(gate_logits, topk_idx)
   load = jnp.bincount(topk_idx.ravel(), length=group.num_experts)
   no_bias = ep.moe.State(jnp.zeros(group.num_experts))
@@ -82,12 +81,12 @@ def sparse_matmul(
 
 
 def refuse(config: Any, has_pre_bias_logits: bool) -> None:
-  """Raises `ValueError` for what MaxText computes and this recipe does not.
+  """Raises `ValueError` for a model that this recipe does not support.
 
   Args:
-    config: MaxText's; the error names the field.
-    has_pre_bias_logits: whether `pre_bias_logits` were passed, which MaxText
-      has if `model_name` begins with "deepseek3".
+    config: MaxText's configuration; the error names the field.
+    has_pre_bias_logits: whether `pre_bias_logits` were passed. MaxText passes
+      them if `model_name` begins with "deepseek3".
   """
   block = config.decoder_block.value
   is_deepseek = block == "deepseek"
@@ -113,7 +112,7 @@ def refuse(config: Any, has_pre_bias_logits: bool) -> None:
 
 
 def _of_rank(layer, inputs, topk_idx, topk_weights, kernels, biases):
-  """Returns what the experts make of the tokens of a rank."""
+  """Dispatches, applies the experts, and combines, on one rank."""
   handle = ep.ep_prepare(layer, topk_idx, topk_weights)
   rows, row_weights = ep.ep_dispatch(handle, inputs, topk_weights)
   ids = row_experts(handle)
@@ -131,10 +130,10 @@ def _of_rank(layer, inputs, topk_idx, topk_weights, kernels, biases):
 
 
 def row_experts(handle: ep.EpHandle) -> jax.Array:
-  """Returns int32 [C]: which of its rank's experts each row is for.
+  """Returns the local expert of each row, int32 [C].
 
-  Rows of padding have the expert of their slab, and those after the last slab
-  the last one. What a bias makes of these rows is never read.
+  Padding rows have the expert of their segment, and tail rows the last expert.
+  `ep_combine` does not read these rows.
   """
   return jnp.repeat(
     jnp.arange(handle.layer.num_local_experts, dtype=jnp.int32),
@@ -148,9 +147,8 @@ def get_topk(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the weights and the ids [B, S, K] of the experts of each token.
 
-  With `pre_bias_logits` the router is DeepSeek-V3's: `gate_logits` are scores
-  with a bias, by which experts are chosen, and the weights are the scores
-  without the bias.
+  With `pre_bias_logits`, the router is DeepSeek-V3's: it chooses experts by
+  `gate_logits`, scores with a bias, and weighs them by scores without the bias.
   """
   # Outside of `shard_map`, XLA would gather the operand of `lax.top_k`.
   topk_idx, topk_weights = ep.route_topk(gate_logits, top_k)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerEngine's `ep_dispatch` and `ep_combine` on ep.
-
-Code that was written for its ops runs on these.
-"""
+"""TransformerEngine's `ep_dispatch` and `ep_combine`, on the ops of ep."""
 
 import jax
 import numpy as np
@@ -17,11 +14,10 @@ def ep_dispatch(
   topk_weights: jax.Array,
   recv_capacity_per_rank: int,
 ) -> tuple[jax.Array, jax.Array, ep.EpHandle, jax.Array, jax.Array]:
-  """Returns the five results of theirs, in the global view.
+  """Returns TransformerEngine's five results, in the global view.
 
-  They are recv_tokens [R, C, H], recv_topk_weights [R, C], the handle in the
-  place of their handle_mem, token_counts [R, L] with padding, total_recv_tokens
-  [R, 1].
+  They are recv_tokens [R, C, H], recv_topk_weights [R, C], the handle instead
+  of handle_mem, token_counts [R, L] with padding, and total_recv_tokens [R, 1].
   """
   layer = cfg.replace(recv_capacity_per_rank=recv_capacity_per_rank)
   handle = ep.ep_prepare(layer, topk_idx, topk_weights)
@@ -36,13 +32,13 @@ def ep_combine(
   expert_out: jax.Array,
   num_local_tokens: int | tuple[int, ...],
 ) -> jax.Array:
-  """Returns the sums of the rows [R, C, H], which were weighted before.
+  """Returns, for each token, the sum of its weighted rows [R, C, H].
 
-  The handle knows what the other three arguments say.
+  The handle replaces `cfg`, `token_counts` and `num_local_tokens`.
 
   Raises:
-    ValueError: `num_local_tokens` is not the shape of the tokens that were
-      dispatched, which the sums have here.
+    ValueError: `num_local_tokens` differs from the leading shape of the
+      dispatched tokens.
   """
   del cfg, token_counts
   out = ep.ep_combine(handle_mem, expert_out)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python side of the nccl backend works, as far as that needs no GPU."""
+"""Tests the Python code of the nccl backend that needs no GPU."""
 
 import base64
 import dataclasses
@@ -42,16 +42,14 @@ def mesh(devices, **axes):
     (mesh([gpu(0), gpu(0)]), ["one process per GPU", "process 0 has 2"]),
   ],
 )
-def test_a_mesh_that_nccl_cannot_serve_is_refused(refused, words):
+def test_check_mesh_refuses(refused, words):
   with pytest.raises(ValueError) as error:
     NcclBackend().check_mesh(refused, "ep")
   for word in ["ep_bootstrap", "nccl", *words]:
     assert word in str(error.value)
 
 
-def test_a_process_may_have_several_gpus_with_communicators_of_xla(
-  monkeypatch,
-):
+def test_with_xla_communicators_a_process_may_have_several_gpus(monkeypatch):
   NcclBackend().check_mesh(mesh([gpu(p) for p in range(4)], dp=2, ep=2), "ep")
   monkeypatch.setenv("EP_NCCL_COMMUNICATOR", "xla")
   devices = [gpu(p) for p in (0, 0, 1, 1)]
@@ -67,9 +65,9 @@ def test_a_process_may_have_several_gpus_with_communicators_of_xla(
 def test_ranks_connect_with_the_id_of_their_domain(
   monkeypatch, me, capacity, communicator
 ):
-  """Rank 0 of a domain makes its id, and only this domain uses it.
+  """Rank 0 of a domain makes the domain's id, which no other domain uses.
 
-  If XLA lends communicators there is no id.
+  With XLA's communicators there is no id.
   """
   is_own = communicator == "own"
   monkeypatch.setenv("EP_NCCL_COMMUNICATOR", communicator)
@@ -94,19 +92,19 @@ def test_ranks_connect_with_the_id_of_their_domain(
     timeout_s=1.0,
     exit_after_s=1.0,
   )
-  said = {}
+  introductions = {}
 
   def join(_, introduce, domain):
     assert domain == me % 2
     for process in (domain, domain + 2):
-      said[process] = dict(
+      introductions[process] = dict(
         id=base64.b64encode(bytes([process])).decode(),
         communicator=communicator,
       )
     mine = introduce()
     assert mine.pop("communicator") == communicator
     assert mine == ({"id": "bWluZQ=="} if me in (0, 1) and is_own else {})
-    return said
+    return introductions
 
   made = {}
   monkeypatch.setattr(nccl_backend.jax, "process_index", lambda: me)
@@ -131,10 +129,10 @@ def test_ranks_connect_with_the_id_of_their_domain(
     ),
     (dict(max_tokens_per_rank=None), 'max_tokens_per_rank is None.*"xla"'),
     (dict(hidden_dim=None), "hidden_dim is None.*ep_resize"),
-  ]:  # `join` tells the others
+  ]:  # `join` reports the error to the other processes.
     with pytest.raises(ValueError, match=message):
       NcclBackend().connect(dataclasses.replace(group, **unknown), join)
-  # Layers inherit the group's capacity, which is by default the worst case's.
+  # The group's default capacity, which layers inherit, is the worst case's.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved
   assert made == dict(
@@ -160,7 +158,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
   assert lookout == [f"ep/place/ep0/{me % 2}", me // 2, processes, 1.0]
 
 
-def test_whose_communicator_is_agreed_on(monkeypatch):
+def test_processes_agree_on_ep_nccl_communicator(monkeypatch):
   group = types.SimpleNamespace(mesh=mesh([gpu(0), gpu(1)]), axis_name="ep")
   monkeypatch.setattr(nccl_backend.jax, "process_index", lambda: 0)
 
@@ -187,7 +185,7 @@ def test_whose_communicator_is_agreed_on(monkeypatch):
 def test_the_library_fits_the_plugin_of_jax(
   tmp_path, monkeypatch, plugins, wheels, found
 ):
-  """Wheels for both versions of CUDA may be installed, and one plugin."""
+  """The user may have wheels for both versions of CUDA, but one plugin."""
   for version in plugins:
     (tmp_path / f"jax_cuda{version}_plugin").mkdir()
     monkeypatch.delitem(sys.modules, f"jax_cuda{version}_plugin", False)
@@ -223,9 +221,9 @@ VARIABLES = [
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-  """Makes a machine without any files except those in the returned folder."""
-  # Also a variable that is not set now must be restored, since `prepare` sets
-  # some. Only setenv remembers it.
+  """Simulates a machine whose only files are in the returned folder."""
+  # `prepare` sets some variables. monkeypatch unsets a variable afterwards only
+  # if setenv has set it.
   for variable in VARIABLES:
     monkeypatch.setenv(variable, "")
     monkeypatch.delenv(variable)
@@ -242,8 +240,8 @@ def machine(monkeypatch, tmp_path):
   installation._prepare.cache_clear()
 
 
-def prepare(**what):
-  return installation.prepare(gpu(0, **what))
+def prepare(**attributes):
+  return installation.prepare(gpu(0, **attributes))
 
 
 def program(path, script):
@@ -274,7 +272,7 @@ def wheels(machine, script="exit 0"):
   return program(machine / "nvidia/cu13/bin/nvcc", script)
 
 
-def test_files_of_wheels_are_found(machine):
+def test_prepare_finds_the_files_of_wheels(machine):
   nvcc = wheels(machine)
   nccl, nccl_ep = prepare()
   assert nccl == str(machine / "nvidia/nccl/lib/libnccl.so.2")
@@ -288,7 +286,7 @@ def test_files_of_wheels_are_found(machine):
   }
 
 
-def test_variables_of_the_user_are_kept(machine, monkeypatch):
+def test_prepare_keeps_the_users_variables(machine, monkeypatch):
   wheels(machine)
   nvcc = program(machine / "my/bin/nvcc", "exit 0")
   write_nccl_header(machine / "mine")
@@ -300,7 +298,7 @@ def test_variables_of_the_user_are_kept(machine, monkeypatch):
   assert {v: os.environ[v] for v in mine} == mine
 
 
-def test_compilers_are_looked_for_in_order(machine, monkeypatch):
+def test_the_order_of_compilers(machine, monkeypatch):
   in_path = program(machine / "path/nvcc", "exit 0")
   assert installation.find_nvcc(13) == in_path
   in_wheel = wheels(machine)
@@ -313,29 +311,15 @@ def test_compilers_are_looked_for_in_order(machine, monkeypatch):
   assert installation.find_nvcc(13) == in_path
 
 
-def test_a_machine_without_a_compiler_is_refused(machine):
-  with pytest.raises(RuntimeError, match="nvidia-cuda-nvcc") as error:
-    prepare(cuda=12090)
-  assert "CUDA_HOME" in str(error.value)
-
-
-@pytest.mark.parametrize("variable", ["NCCL_EP_JIT_NVCC", "NVCC"])
-def test_a_missing_compiler_is_named(machine, monkeypatch, variable):
-  wheels(machine)
-  monkeypatch.setenv(variable, "my-nvcc")
-  with pytest.raises(RuntimeError, match=f"{variable} = my-nvcc is no program"):
-    prepare()
-
-
-def test_the_compiler_is_called_as_nccl_ep_calls_it(machine, monkeypatch):
+def test_prepare_calls_the_compiler_as_nccl_ep_does(machine, monkeypatch):
   wheels(machine, 'printf "%s\\n" "$@" >"$OUT"; /bin/cat probe.cu >>"$OUT"')
-  monkeypatch.setenv("OUT", str(machine / "said"))
+  monkeypatch.setenv("OUT", str(machine / "arguments"))
   monkeypatch.setenv("NVCC_EXTRA_FLAGS", "-ccbin 'g++ 12'")
   prepare(compute_capability="10.3")
   sources = machine / "nccl/ep/include/nccl_ep"
   nccl = machine / "nvidia/nccl/include"
   toolkit = machine / "nvidia/cu13/include"
-  assert (machine / "said").read_text().splitlines() == [
+  assert (machine / "arguments").read_text().splitlines() == [
     *("--cubin", "probe.cu", "-o", "probe.cubin"),
     *("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr"),
     "-arch=sm_103",
@@ -347,70 +331,77 @@ def test_the_compiler_is_called_as_nccl_ep_calls_it(machine, monkeypatch):
   ]
 
 
-def test_a_compiler_that_fails_is_refused(machine):
-  nvcc = wheels(machine, "echo no host compiler; exit 1")
-  with pytest.raises(RuntimeError) as error:
-    prepare()
-  for word in [str(nvcc), "no host compiler", "NCCL_EP_JIT_NVCC", "cccl"]:
-    assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-  "version, words", [(23203, "2.32.3"), (23006, "2.30.6")]
-)
-def test_headers_of_another_nccl_are_refused(machine, version, words):
-  """NCCL EP's kernels would read their arguments at wrong addresses."""
-  wheels(machine)
-  write_nccl_header(machine / "nvidia/nccl/include", version)
-  with pytest.raises(RuntimeError) as error:
-    prepare()
-  for word in [words, "nvidia-nccl-cu13==2.30.7", "BUILD_INCLUDE_DIR"]:
-    assert word in str(error.value)
+NCCL_INCLUDE = "nvidia/nccl/include"
 
 
 @pytest.mark.parametrize(
   "missing, words",
   [
     ("nccl/ep/include", ["NCCL EP's headers", "nccl-extensions", "SOURCE_DIR"]),
-    ("nvidia/nccl/include", ["NCCL's headers", "nvidia-nccl-cu13==2.30.7"]),
-    ("nvidia/nccl/include/nccl.h", ["nccl.h", "nvidia-nccl-cu13==2.30.7"]),
+    (NCCL_INCLUDE, ["NCCL's headers", "nvidia-nccl-cu13==2.30.7"]),
+    (f"{NCCL_INCLUDE}/nccl.h", ["nccl.h", "nvidia-nccl-cu13==2.30.7"]),
     ("nvidia/cu13/include", ["CUDA's headers", "nvidia-cuda-runtime"]),
+    ("nvidia/cu13/bin/nvcc", ["nvidia-cuda-nvcc", "CUDA_HOME"]),
   ],
 )
-def test_missing_headers_are_named(machine, missing, words):
+def test_prepare_names_a_missing_file(machine, missing, words):
   wheels(machine)
   (machine / missing).rename(machine / "elsewhere")
-  with pytest.raises(RuntimeError) as error:
+  assert_refused(*words)
+
+
+@pytest.mark.parametrize("variable", ["NCCL_EP_JIT_NVCC", "NVCC"])
+def test_prepare_names_a_missing_compiler(machine, monkeypatch, variable):
+  wheels(machine)
+  monkeypatch.setenv(variable, "my-nvcc")
+  assert_refused(f"{variable} = my-nvcc is no program")
+
+
+def test_prepare_refuses_a_compiler_that_fails(machine):
+  nvcc = wheels(machine, "echo no host compiler; exit 1")
+  assert_refused(str(nvcc), "no host compiler", "NCCL_EP_JIT_NVCC", "cccl")
+
+
+@pytest.mark.parametrize(
+  "version, words", [(23203, "2.32.3"), (23006, "2.30.6")]
+)
+def test_prepare_refuses_headers_of_another_nccl(machine, version, words):
+  """NCCL EP's kernels would read their arguments at wrong addresses."""
+  wheels(machine)
+  write_nccl_header(machine / NCCL_INCLUDE, version)
+  assert_refused(words, "nvidia-nccl-cu13==2.30.7", "BUILD_INCLUDE_DIR")
+
+
+def assert_refused(*words):
+  """Checks that `prepare` fails, and returns its message."""
+  installation._prepare.cache_clear()
+  with pytest.raises(RuntimeError, match="^ep_bootstrap: ") as error:
     prepare()
   for word in words:
     assert word in str(error.value)
+  return str(error.value)
 
 
 # --- The cache of compiled kernels -------------------------------------------
 
 
 def kernels(machine):
-  """Returns the folder of kernels that a user has by default."""
+  """Returns the default folder of compiled kernels."""
   return machine / "cache/ep/nccl_ep" / platform.node()
 
 
 def foreign(place):
-  """Returns a stand-in for `_owner`, for which another user owns `place`."""
+  """Returns a replacement for `_owner` by which another user owns `place`."""
   return lambda path: os.geteuid() + (path == place)
 
 
 def refused(machine, *words):
-  """Checks that `prepare` refuses the folder of kernels, and tells a cure."""
-  installation._prepare.cache_clear()
-  with pytest.raises(RuntimeError, match="^ep_bootstrap: ") as error:
-    prepare()
-  for word in [str(kernels(machine)), "NCCL_EP_JIT_CACHE_DIR", *words]:
-    assert word in str(error.value)
-  return str(error.value)
+  """Checks that `prepare` refuses the folder of kernels, and names a cure."""
+  return assert_refused(str(kernels(machine)), "NCCL_EP_JIT_CACHE_DIR", *words)
 
 
 def test_a_cached_compile_failure_is_refused(machine):
-  """NCCL EP ends the process when it finds the file of such a failure."""
+  """NCCL EP terminates the process when it finds such a failure's file."""
   wheels(machine)
   good, bad = kernels(machine) / "good", kernels(machine) / "bad"
   good.mkdir(parents=True)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python calls the functions of libep_ffi_cuda, over a fake of NCCL."""
+"""Python calls the functions of libep_ffi_cuda.so, which calls a fake NCCL."""
 
 import math
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -30,20 +28,19 @@ def fake():
   load_fake_nccl()
 
 
+def create_group(**options):
+  ffi.create_nccl_group(
+    config="", domain=0, nccl="", nccl_ep="", **SIZES | options
+  )
+
+
 def connect(names, **sizes):
-  """Creates the group of each rank, by names that differ from rank to rank."""
+  """Creates each rank's group under the rank's name."""
   unique_id = ffi.new_nccl_id("", "")
 
   def create(rank):
-    ffi.create_nccl_group(
-      name=names[rank],
-      config="",
-      ranks={rank: rank},
-      domain=0,
-      unique_id=unique_id,
-      nccl="",
-      nccl_ep="",
-      **SIZES | sizes,
+    create_group(
+      name=names[rank], ranks={rank: rank}, unique_id=unique_id, **sizes
     )
 
   with rank_threads(len(names)) as on_ranks:
@@ -77,23 +74,14 @@ def test_a_group_can_be_created_used_and_closed():
 
 
 def test_a_group_without_an_id_waits_for_a_communicator():
-  ffi.create_nccl_group(
-    name="waits",
-    config="",
-    ranks={0: 0, 1: 1},
-    domain=0,
-    unique_id=b"",
-    nccl="",
-    nccl_ep="",
-    **SIZES,
-  )
+  create_group(name="waits", ranks={0: 0, 1: 1}, unique_id=b"")
   with pytest.raises(ffi.NativeError, match="has no communicator yet"):
     ffi.mem_bytes("nccl", "waits", 8, 2, 1, 64)
   ffi.close_group("nccl", "waits")
 
 
-def test_the_watchdog_tells_where_a_rank_stands():
-  """And takes what is known of the others, until the group is closed."""
+def test_the_watchdog_reports_the_progress_of_a_rank():
+  """The watchdog also takes other ranks' progress, until the group closes."""
   names = ["place0", "place1"]
   connect(names)
   *numbers, still_s, text = ffi.nccl_place("place0", 0, 'of "others"')
@@ -104,8 +92,8 @@ def test_the_watchdog_tells_where_a_rank_stands():
     ffi.nccl_place("place0", 0, "")
 
 
-def test_a_group_takes_the_place_of_a_smaller_one():
-  """As `ep.ep_resize` does it, with the same names."""
+def test_a_larger_group_replaces_one_of_the_same_name():
+  """`ep.ep_resize` does so."""
   names = ["rank0", "rank1"]
   for sizes in dict(), dict(max_tokens=32, capacity=128, max_row_bytes=512):
     connect(names, **sizes)
@@ -119,20 +107,22 @@ def test_a_group_takes_the_place_of_a_smaller_one():
       close(names)
 
 
-def in_a_new_process(program, *args):
-  """Returns what `program` prints in a new process that has imported ffi."""
-  return subprocess.run(
-    [
-      sys.executable,
-      "-c",
-      f"import ctypes, sys\nfrom ep._src.native import ffi\n{program}",
-    ]
-    + [str(arg) for arg in args],
-    env=programs.environment(),
-    check=True,
-    capture_output=True,
-    text=True,
-  ).stdout
+def error_in_a_new_process(libraries, *files):
+  """Loads the files in a new process; returns the error of `new_nccl_id`."""
+  program = """
+import ctypes, sys
+from ep._src.native import ffi
+nccl, nccl_ep, *files = sys.argv[1:]
+for file in files:
+  ctypes.CDLL(file, ctypes.RTLD_GLOBAL)
+try:
+  ffi.new_nccl_id(nccl, nccl_ep)
+except ffi.NativeError as e:
+  print(e)
+"""
+  code, output = programs.run("-c", program, *libraries, *files)
+  assert code == 0, output
+  return output
 
 
 def test_two_nccls_are_refused(tmp_path):
@@ -140,37 +130,21 @@ def test_two_nccls_are_refused(tmp_path):
   for file in files:
     file.parent.mkdir()
     shutil.copy(os.environ["FAKE_NCCL"], file)
-  message = in_a_new_process(
-    """
-for file in sys.argv[1:]:
-  ctypes.CDLL(file, ctypes.RTLD_GLOBAL)
-try:
-  ffi.new_nccl_id("", "")
-except ffi.NativeError as e:
-  print(e)
-""",
-    *files,
-  )
+  message = error_in_a_new_process(["", ""], *files)
   for word in ["2 NCCLs", *map(str, files)]:
     assert word in message
 
 
 def test_a_missing_library_is_named():
-  """The message names CUDA's driver, or the NCCL that was asked for."""
-  message = in_a_new_process(
-    """
-try:
-  ffi.new_nccl_id("/nowhere/libnccl.so.2", "/nowhere/libnccl_ep.so")
-except ffi.NativeError as e:
-  print(e)
-"""
-  )
+  """The message names CUDA's driver or the requested NCCL."""
+  libraries = ["/nowhere/libnccl.so.2", "/nowhere/libnccl_ep.so"]
+  message = error_in_a_new_process(libraries)
   assert "cannot load" in message
   assert "docs/gpu.md" in message
 
 
 def test_sizes_are_passed_in_order():
-  """The message about a wrong size has the name of that size."""
+  """The message about a wrong size names it."""
   for sizes, word in [
     (dict(num_experts=6), "num_experts = 6"),
     (dict(ep_size=1), "ep_size = 1"),

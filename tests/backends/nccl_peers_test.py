@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that wait learn, and say alike, for whom they wait.
+"""Ranks that wait learn which ranks are missing, and name the same ranks.
 
-The processes ask each other. Each says by itself where its "GPU" stands.
+The processes ask each other for the progress of their simulated GPUs.
 """
 
 import json
@@ -63,16 +63,16 @@ def test_the_sentence(places, sentence):
   assert describe(answers, PROCESSES) == sentence
 
 
-def test_few_ranks_are_named():
+def test_the_sentence_names_few_ranks():
   missing = describe({0: waits(40, "a")}, [*range(64)])
   assert missing.count("does not answer") == 8
   assert missing.endswith("; and 55 more.")
 
 
 def test_ranks_that_wait_name_the_same_ranks():
-  """Rank 2 does not answer, rank 3 has nothing to wait for.
+  """Rank 2 does not answer, and rank 3 waits for no rank.
 
-  Each of two processes has one of those and one that waits.
+  Each of two processes has one of these ranks and one that waits.
   """
   me = jax.process_index()
   if jax.process_count() != 2:
@@ -91,7 +91,7 @@ def test_ranks_that_wait_name_the_same_ranks():
 
     return look
 
-  if me == 0:  # in another domain, whose number begins alike
+  if me == 0:  # Domain 10 is not domain 1.
     decoy = json.dumps(waits(99, "ep_combine"))
     compat.distributed_client().key_value_set("ep/place/test/10/3", decoy)
   lookouts = {
@@ -101,7 +101,7 @@ def test_ranks_that_wait_name_the_same_ranks():
     for rank in heard
   }
   if me == 0:
-    time.sleep(TIMEOUT_S * 0.4)  # it answers once
+    time.sleep(TIMEOUT_S * 0.4)  # Rank 2 answers once.
     lookouts[2].stop()
   time.sleep(max(0, begin + TIMEOUT_S * 1.1 - time.monotonic()))
   multihost_utils.sync_global_devices("all have looked")
@@ -115,7 +115,7 @@ def test_ranks_that_wait_name_the_same_ranks():
   assert heard[me + 2][-1] == ""
 
 
-def test_a_store_that_fails_is_told(monkeypatch):
+def test_look_gets_the_error_of_the_store(monkeypatch):
   def fails():
     raise jax.errors.JaxRuntimeError("no store")
 
@@ -135,6 +135,6 @@ def test_a_store_that_fails_is_told(monkeypatch):
   assert heard == ["", "Of the other ranks nothing is known: no store."]
 
 
-def test_nobody_looks_out_without_a_limit():
+def test_without_a_timeout_no_thread_looks():
   lookout = peers.Lookout("key", 0, [0, 1], float("inf"), None)
   lookout.stop()

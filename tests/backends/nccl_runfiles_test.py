@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A build for CUDA contains the files of NCCL EP, and nvcc with CUDA 13."""
+"""A build for CUDA contains the files of NCCL EP; for CUDA 13 also nvcc."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ from nccl_testing import gpu
 (CUDA,) = (
   v for v in (12, 13) if shipped_files.in_runfiles(f"ep_nccl{v}/include")
 )
-# There is no package with nvcc for CUDA 12.
+# No package has nvcc for CUDA 12.
 HAS_NVCC = CUDA >= 13
 
 HOPPER = gpu(cuda=CUDA * 1000)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sanitizer finds no error in the ops.
 
-Other tests check the results; this file runs the native code. It has few and
-small cases, because everything is slow under a sanitizer.
+Other tests check the results. This file has few and small cases, because native
+code is slow under a sanitizer.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from groups import layer
 from op_functions import dispatch, everything, Ops, round_trip
 
 
-@pytest.fixture(name="case")
-def small_case():
+@pytest.fixture
+def case():
   return Case(layer("ep2", top_k=2, alignment=4), "skewed", whole=True)
 
 
 def test_this_process_has_the_runtime():
-  """The sanitizer's runtime is loaded; without it this file checks nothing."""
+  """Without the sanitizer's runtime this file checks nothing."""
   assert "san.so" in os.environ["LD_PRELOAD"]
 
 
@@ -45,7 +45,7 @@ def test_launches_in_flight(case):
 
 
 def test_a_handle_with_flipped_bits(case):
-  """A flipped bit moves rows within their buffers, or is an error."""
+  """A flipped bit raises an error, or rows stay within their buffers."""
   handle = case.run(lambda ops: ops.handle)
   mem = np.asarray(handle.mem)
   use = jax.jit(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla" keeps the promises that are particular to it.
+"""Tests properties that only backend="xla" has.
 
-The tests of the ops run on it with
+The tests of the ops run on this backend with
 
     EP_TEST_BACKEND=xla python -m pytest tests/ops/dispatch_test.py
 """
@@ -40,7 +40,7 @@ def layer(mesh="ep4", backend="xla", **options):
 
 
 def test_needs_no_native_library(monkeypatch):
-  """A group works if loading the library would fail."""
+  """A group works even if the library cannot be loaded."""
 
   def refuse(backend):
     raise AssertionError(f"loads the library of {backend}")
@@ -79,7 +79,7 @@ def test_collectives_are_along_the_ep_axis():
 
 
 def test_no_tokens():
-  """Arrays may have no elements, although XLA cannot gather from those.
+  """Arrays may be empty, although XLA cannot gather from empty arrays.
 
   A rank can still receive the rows of one token.
   """
@@ -95,7 +95,7 @@ def test_no_tokens():
 
 
 def test_choices_that_are_too_many_for_one_word(monkeypatch):
-  """Their experts are sorted in an array of their own."""
+  """The plan sorts the experts in a separate array."""
   monkeypatch.setattr(plans, "_KEYS", 0)
   case = Case(layer(name="many"), "skewed")
   case.check(dispatch, case.tokens(), case.weights())
@@ -131,8 +131,8 @@ def test_ragged_where_the_platform_has_it():
     ragged, padded = "@ragged_all_to_all", "stablehlo.all_to_all"
     assert (ragged in text) == (platform != "cpu")
     assert (padded in text) == (platform == "cpu")
-    # Each exchange writes to a buffer that is made from its rows. XLA would
-    # move a constant buffer out of a loop, and copy it in each iteration.
+    # Each exchange writes to a buffer that depends on its rows. XLA would move
+    # a constant buffer out of a loop, and copy it in each iteration.
     for call in re.finditer(rf"{ragged}\((%\w+), (%\w+),", text):
       sent, made = call.groups()
       while made != sent:
@@ -152,12 +152,12 @@ def test_a_rank_by_itself_exchanges_nothing():
   assert "ragged_all_to_all" not in text
 
 
-# --- Handles that were not prepared ------------------------------------------
+# --- Forged handles ----------------------------------------------------------
 
 
 @pytest.fixture
 def cannot_raise(monkeypatch):
-  """Makes programs like those that are exported, or for GPUs."""
+  """Makes programs that cannot raise errors, as exported programs are."""
   monkeypatch.setattr(compat, "can_call_python", lambda ctx: False)
 
 
@@ -171,7 +171,7 @@ FORGERIES = {
   "of_another_rank": lambda mem: jnp.roll(mem, 1, axis=0),
   "garbage": lambda mem: jnp.full_like(mem, 7),
   "garbage_after_the_header": lambda mem: mem.at[:, 64:].set(0x7F),
-  # Each of the two choices stays in range, and their sum is the same.
+  # Both choices stay in range, and their sum is the same.
   "two_choices_swapped": lambda mem: mem.at[:, 12:20].set(
     jnp.roll(mem[:, 12:20], 4, axis=1)
   ),
@@ -180,14 +180,14 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
-def test_a_handle_that_was_not_prepared(forge, cannot_raise):
-  """No access is out of bounds, and all results are NaN."""
+def test_a_forged_handle_gives_nan(forge, cannot_raise):
+  """All results are NaN, and no access is out of bounds."""
   case = Case(layer(alignment=4))
   inputs = case.tokens(), case.weights(), case.rows()
   handle = case.run(handle_of)
   if forge:
     handle = dataclasses.replace(handle, mem=forge(handle.mem))
-  else:  # a layer with the same array shapes
+  else:  # Use a layer with the same array shapes.
     other = layer(alignment=2, recv_capacity_per_rank=handle.layer.capacity)
     handle = dataclasses.replace(handle, layer=other)
   for leaf in jax.tree.leaves(exchanged(handle, *map(case.put, inputs))):
@@ -195,8 +195,8 @@ def test_a_handle_that_was_not_prepared(forge, cannot_raise):
       assert np.isnan(np.asarray(shard.data)).all()
 
 
-def test_a_rank_with_such_a_handle_sends_nan(cannot_raise):
-  """Other ranks receive NaN from that rank only."""
+def test_a_rank_with_a_forged_handle_sends_nan(cannot_raise):
+  """Other ranks receive NaN only from this rank."""
 
   def forged(ops, tokens, weights):
     handle = ops.handle
@@ -216,11 +216,11 @@ def test_a_rank_with_such_a_handle_sends_nan(cannot_raise):
   assert_same(actual, tuple(expected))
 
 
-# --- Which backend None selects ----------------------------------------------
+# --- The default backend -----------------------------------------------------
 
 
 def assert_selects_xla(caplog, *words):
-  """Checks that `backend=None` selects xla, and logs the reason in one line."""
+  """Checks that backend=None selects xla, and logs the reason in one line."""
   mesh = make_mesh({"ep": 4})
   with (
     caplog.at_level(logging.INFO, "ep"),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests which commands Bazel would run in a workspace that uses jax_ep.
+"""Checks which commands Bazel would run in a workspace that uses jax_ep.
 
     analysis_test.py CONSUMER [CLASS...]
 
 CONSUMER is the folder of such a workspace. A Bazel test cannot query Bazel, so
-.ci/run starts this program. The variable FLAGS may hold more flags for Bazel.
+.ci/run starts this program. Bazel also gets the flags in the variable FLAGS.
 """
 
 import json
@@ -21,7 +21,7 @@ _CUDA = "@jax_ep//ep_ffi:libep_ffi_cuda.so"
 
 
 def bazel(*args: str, **environment: str) -> str:
-  """Runs Bazel in the consumer, which is the current folder."""
+  """Runs Bazel in the current folder, and returns its output."""
   done = subprocess.run(
     [_BAZELW, args[0], *os.environ.get("FLAGS", "").split(), *args[1:]],
     env=os.environ | environment,
@@ -34,7 +34,7 @@ def bazel(*args: str, **environment: str) -> str:
 
 
 def compilations(target: str, *flags: str) -> dict[str, list[str]]:
-  """Returns the commands that compile `target` and all that it links."""
+  """Returns the commands that compile our files for `target`, by source."""
   query = f'mnemonic("CppCompile", deps({target}))'
   answer = json.loads(bazel("aquery", "--output=jsonproto", *flags, query))
   lines = [action["arguments"] for action in answer["actions"]]
@@ -43,27 +43,27 @@ def compilations(target: str, *flags: str) -> dict[str, list[str]]:
 
 
 def last(line: list[str], *options: str) -> str | None:
-  """Returns the last of some contradicting options, which a compiler obeys."""
+  """Returns the last of contradicting options, which a compiler obeys."""
   return next((option for option in line[::-1] if option in options), None)
 
 
 def check_line(test: unittest.TestCase, line: list[str], level: str | None):
-  """Checks that our options come last in a command line, so that they hold."""
+  """Checks that our options come last in a command line, so they win."""
   test.assertEqual(last(line, "-O0", "-O1", "-O2", "-O3"), level)
   test.assertEqual("-DNDEBUG" in line, bool(level))
   test.assertEqual(last(line, "-std=c++14", "-std=c++17"), "-std=c++17")
   math = "-ffast-math", "-fno-fast-math"
   test.assertEqual(last(line, *math), "-fno-fast-math")
-  # In Clang, -fno-fast-math may also change what is contracted.
+  # In Clang, -fno-fast-math may also change contraction.
   contract = "-ffp-contract=off"
   test.assertEqual(last(line, *math, contract), contract)
   test.assertEqual(last(line, "-Werror", "-Wno-error"), "-Wno-error")
 
 
-def one_is_enough(test: unittest.TestCase):
+def only_with_bzlmod(test: unittest.TestCase):
   """Skips a test that downloads much, except in the consumer with Bzlmod."""
   if not pathlib.Path("MODULE.bazel").exists():
-    test.skipTest("would download a second time what does not differ")
+    test.skipTest("would download the same files a second time")
 
 
 class Compilation(unittest.TestCase):
@@ -71,12 +71,8 @@ class Compilation(unittest.TestCase):
 
   THEIRS = "--copt=-ffast-math", "--copt=-Werror"
 
-  def test_it_is_optimized_unless_for_debugging(self):
-    for mode, level in [
-      ("fastbuild", "-O2"),
-      ("opt", "-O2"),
-      ("dbg", None),
-    ]:
+  def test_the_engine_is_optimized_except_in_debug_builds(self):
+    for mode, level in ("fastbuild", "-O2"), ("opt", "-O2"), ("dbg", None):
       flags = f"--compilation_mode={mode}", *self.THEIRS
       lines = compilations(_CPU, *flags)
       self.assertGreater(len(lines), 6)
@@ -86,9 +82,9 @@ class Compilation(unittest.TestCase):
 
 
 class PyToolchain(unittest.TestCase):
-  """The parts of the Python toolchain are visible, for Bazel that checks it."""
+  """The Python toolchain is visible to a Bazel that checks its visibility."""
 
-  def test_it_is_visible(self):
+  def test_the_toolchain_is_visible(self):
     flag = "--incompatible_check_visibility_for_toolchains"
     bazel("build", "--nobuild", flag, "//...")
 
@@ -99,17 +95,17 @@ class Cuda(unittest.TestCase):
   CONFIG = "--config=cuda13"
 
   def setUp(self):
-    one_is_enough(self)
+    only_with_bzlmod(self)
 
-  def test_the_library_is_compiled_like_the_other(self):
+  def test_the_library_is_compiled_like_the_cpu_library(self):
     lines = compilations(_CUDA, self.CONFIG)
     self.assertGreater(len(lines), 6)
     for source, line in lines.items():
       with self.subTest(source=source):
         check_line(self, line, "-O2")
 
-  def test_programs_bring_the_plugin_of_jax(self):
-    # These replace packages that take long to download.
+  def test_programs_bring_the_jax_plugin(self):
+    # The consumer's empty packages replace ones that take long to download.
     flags = [
       f"--@jax_ep//third_party/py:{package}=//:{package}"
       for package in ("absl", "jax_gpu")
@@ -126,10 +122,10 @@ class Cuda(unittest.TestCase):
 
 
 class Python(unittest.TestCase):
-  """The build uses the first Python on PATH, also after PATH has changed."""
+  """The build uses the first Python on PATH, even after PATH has changed."""
 
   def setUp(self):
-    one_is_enough(self)
+    only_with_bzlmod(self)
     folder = self.enterContext(tempfile.TemporaryDirectory())
     self.python = pathlib.Path(folder, "python3")
     self.path = f"{folder}:{os.environ['PATH']}"
@@ -148,14 +144,14 @@ class Python(unittest.TestCase):
     answer = bazel("query", "--output=build", target, PATH=self.path)
     self.assertIn(f'interpreter_path = "{python}"', answer)
 
-  def test_a_new_one_is_noticed(self):
+  def test_bazel_notices_a_new_python(self):
     self.assert_found(sys.executable)
     self.install("3.11")
     self.assert_found(str(self.python))
     self.path = os.environ["PATH"]
     self.assert_found(sys.executable)
 
-  def test_the_native_library_is_built_with_any(self):
+  def test_any_python_builds_the_native_library(self):
     self.install("3.99")
     bazel("build", "--nobuild", _CPU, PATH=self.path)
     package = "@jax_ep//third_party/py:flatbuffers"

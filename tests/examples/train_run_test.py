@@ -62,7 +62,7 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
   process.send_signal(signal.SIGKILL)
   output = process.communicate()[0].decode(errors="replace")
   assert f"step {_SAVE_EVERY}: saved in {out}\n" in output
-  assert "top 2, whose rows travel as mxfp8" in output
+  assert "top 2, with mxfp8 rows" in output
   before = lines()
   assert len(before) < _STEPS
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group of an `AbstractMesh` plans programs for machines elsewhere."""
+"""A group of an `AbstractMesh` traces and exports programs without devices."""
 
 import jax
 from jax import export
@@ -15,11 +15,11 @@ from groups import bootstrap, E, H, K, T
 from op_functions import Ops, round_trip, Sizes
 
 pytestmark = pytest.mark.skipif(
-  jax.process_count() > 1, reason="worlds of one process show it"
+  jax.process_count() > 1, reason="one process shows it"
 )
 
 RANKS = 64
-# jax.export guarantees no custom call by itself, not even XLA's own.
+# By default jax.export refuses all custom calls, even those of XLA.
 RAGGED = export.DisabledSafetyCheck.custom_call("ragged_all_to_all")
 
 
@@ -31,7 +31,7 @@ def layer():
 
 
 def inputs(layer):
-  """Returns shapes of tokens, ids and weights, in the global view."""
+  """Returns the global shapes of tokens, ids and weights."""
   group = layer.group
   sharding = NamedSharding(group.mesh, PartitionSpec(group.token_axes))
   return [
@@ -67,7 +67,8 @@ def test_shapes_of_every_op(layer):
   ]
 
 
-def test_shapes_of_gradients_inside_shard_map(layer):
+def test_shapes_of_gradients(layer):
+  """They are known inside shard_map, and for a MoE layer."""
   spec = PartitionSpec(layer.group.token_axes)
   grad = jax.shard_map(
     jax.grad(loss(layer), argnums=(0, 2)),
@@ -79,22 +80,16 @@ def test_shapes_of_gradients_inside_shard_map(layer):
   out = jax.eval_shape(grad, *args)
   assert [x.shape for x in out] == [tokens.shape, weights.shape]
 
-
-def test_shapes_of_a_moe_layer(layer):
-  w_up = jax.ShapeDtypeStruct((RANKS, H, 16), jnp.float32)
-  w_down = jax.ShapeDtypeStruct((RANKS, 16, H), jnp.float32)
-
   def value(w_up, w_down, *x):
     return jnp.sum(ep.moe_layer(layer, *x, w_up=w_up, w_down=w_down))
 
-  grads = jax.eval_shape(
-    jax.grad(value, argnums=(0, 1)), w_up, w_down, *inputs(layer)
-  )
-  assert [x.shape for x in grads] == [w_up.shape, w_down.shape]
+  w = [jax.ShapeDtypeStruct((RANKS, *x), jnp.float32) for x in ((H, 9), (9, H))]
+  grads = jax.eval_shape(jax.grad(value, argnums=(0, 1)), *w, *args)
+  assert [x.shape for x in grads] == [x.shape for x in w]
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_export_for_machines_elsewhere(layer, platform):
+def test_export_for_other_machines(layer, platform):
   result = export.export(
     jax.jit(jax.grad(loss(layer))),
     platforms=[platform],
@@ -118,7 +113,7 @@ def exported(mesh):
     return export.export(jax.jit(program))(ids, tokens, weights)
 
 
-def test_what_was_exported_runs():
+def test_an_exported_program_runs():
   program = jax.jit(exported(AbstractMesh((2, 2), ("dp", "ep"))).call)
   with bootstrap(make_mesh({"dp": 2, "ep": 2}), backend="xla") as group:
     case = Case(ep.EpLayerConfig(group), "skewed", whole=True)
@@ -127,8 +122,8 @@ def test_what_was_exported_runs():
     want = expected(case, round_trip, tokens, weights), case.oracle.sizes()
     assert_same(program(*args), want)
 
-    # An exported program cannot call Python to raise an error, so all ranks of
-    # the domain return these values.
+    # An exported program cannot call Python to raise an error. All ranks of the
+    # domain return these values instead.
     refused = np.nan, Sizes(0, 0, -1, 0, -1, False)
     wrong = case.topk_idx.copy()
     wrong[0, 0] = E

@@ -2,9 +2,9 @@
 """Exchanges that run at the same time do not mix or wait for each other.
 
 XLA:CPU runs the ready ops of a program in any order. The order differs between
-ranks, and programs overlap. If ops were matched by their order of arrival, or
-if a handler waited, each of these programs would hang or return the rows of
-another.
+ranks, and programs overlap. Each program here would hang, or return rows of
+another exchange, if the backend matched ops by their order of arrival or if a
+handler waited.
 """
 
 import functools
@@ -30,13 +30,8 @@ def claim(routing="uniform", fn=block_and_back, scale=1, **options):
   return case, fn, tokens, case.weights(), case.tokens()
 
 
-def test_independent_branches():
-  """Four blocks run forward and backward, with no order between them."""
-  check(*(claim(routing, scale=1 + i) for i, routing in enumerate(ROUTINGS)))
-
-
 def test_many_layers_of_two_groups(request):
-  """12 layers of each group run a block each, with no order between them."""
+  """12 layers of each group run a block each, in any order."""
   claims = [
     claim(
       ROUTINGS[i % 4],
@@ -59,7 +54,7 @@ def test_128_branches_on_one_handle():
   case, _, tokens, weights, _ = claim("skewed")
 
   def fan_out(ops, tokens, weights):
-    @jax.jit  # traces one for all
+    @jax.jit  # JAX traces one branch for all.
     def branch(handle, tokens):
       return Ops(handle).dispatch(tokens, weights)[0]
 
@@ -71,7 +66,7 @@ def test_128_branches_on_one_handle():
 
 
 def test_two_programs_in_flight():
-  """All launches come before the test waits for a result."""
+  """The test launches all programs before it waits for a result."""
   claims = [
     claim(ROUTINGS[i % 4], (block, block_and_back)[i % 2], 1 + i)
     for i in range(16)
@@ -81,8 +76,8 @@ def test_two_programs_in_flight():
     assert_same(out, expected(*c))
 
 
-def test_one_rank_runs_programs_of_its_own():
-  """The ranks may launch other programs a different number of times."""
+def test_one_rank_runs_extra_programs():
+  """Ranks may launch other programs a different number of times."""
   device = jax.devices()[1]
   extra = jax.jit(lambda x: x * 2)
   for _ in range(4):
@@ -95,10 +90,10 @@ def test_one_rank_runs_programs_of_its_own():
   "wrap", [jax.jit, pytest.param(jax.checkpoint, marks=of_one_process)]
 )
 def test_one_inner_function_twice_in_one_program(wrap):
-  """A program calls one jitted block twice, on other tokens.
+  """A program calls one jitted block twice, with different tokens.
 
-  JAX may lower the block once and call it twice. Then one op of the module is
-  two exchanges when the program runs, in either order.
+  JAX may lower the block once and call it twice. Then one op of the module runs
+  as two exchanges, in either order.
   """
 
   @wrap
@@ -122,7 +117,7 @@ def test_one_inner_function_twice_in_one_program(wrap):
 
 
 def test_branches_and_loops_that_depend_on_data():
-  """All ranks take the same branch, but know which only when they run."""
+  """All ranks take the same branch, which they know only at run time."""
 
   def decided(ops, steps, tokens, weights):
     def once(x):
@@ -144,7 +139,7 @@ def test_branches_and_loops_that_depend_on_data():
 
 
 def test_two_loops_in_parallel():
-  """Each op runs several times in a program, and two loops overlap."""
+  """Each op runs several times in a program; two loops overlap."""
 
   def loop(ops, tokens, weights, _):
     def step(_, tokens):

@@ -1,53 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If a rank dies, the others get an error at once, and can go on without it.
+"""If a rank dies, the other ranks get an error soon and can go on without it.
 
 A text such as "3 kill dispatch during" describes a death: the rank, the way,
-the place, and the moment. In a world all ranks but one die. After each death
-the others get an error, finalize their group, and go on in a new group of their
-own. These are the places and moments:
+the place and the moment. All ranks of a job but one die. After each death the
+survivors get an error, finalize their group, and go on in a new group. These
+are the places and moments:
 
     an op       before: the rank has completed the previous op
-                during: all others wait for the rank in the op
+                during: all other ranks wait for the rank in the op
                 posted: the rank has called the op, and no other rank has
     bootstrap   during: the rank has exchanged addresses, but has no connection
-    finalize    before: the others finalize, and the rank never does
-                after: the rank has finalized, and the others go on working
-    7ms         that long after a program of all ops began; no "exit", which
-                is the main thread's
+    finalize    before: the other ranks finalize, and the rank never does
+                after: the rank has finalized, and the other ranks go on working
+    7ms         that long after a program of all ops began; not with "exit",
+                which only the main thread can do
 
-The way "stop" is no death, and can only come first: the rank stops before an op
-twice, and goes on, once in time and once after the others have failed. Deaths
-in ops come in the world of failure_test, when all else has failed.
+The way "stop" is no death, and only comes first: the rank stops before an op
+twice. The first time it continues within the timeout, the second time after the
+other ranks have failed. failure_test runs the deaths in ops, `IN_OPS`.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
+import gc
 import os
 import pathlib
 import re
+import signal
+import sys
+import threading
+import time
 
+import jax
+import numpy as np
 import pytest
 
+from cases import Case
+from conftest import assert_shards_equal
 import ep
-from worlds import RANKS, run_world
+from ep._src.native import ffi
+from groups import BACKEND, bootstrap
+from worlds import Rank, RANKS, run_world
 
-AT_ONCE_S = 5.0  # An error about a death has to come within this time.
-LONG_S = 50.0  # This is timeout_s where a test must not wait for it.
-SHORT_S = 3.0  # This is timeout_s where a test waits for it.
+ERROR_WITHIN_S = 5.0  # The limit from a death to its error.
+LONG_S = 50.0  # timeout_s of tests that must not wait for it.
+SHORT_S = 3.0  # timeout_s of tests that wait for it.
 
-PROGRAM = pathlib.Path(__file__).with_name("death_ranks.py")
-
-OPS = ["prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd"]
+OPS = ["prepare", "dispatch", "combine"]
 
 pytestmark = pytest.mark.skipif(
-  os.environ.get("EP_TEST_BACKEND") == "xla",
-  reason="xla: peers are not watched",
+  BACKEND == "xla", reason="xla: processes do not watch their peers"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Death:
-  """The death of one rank, as the text above describes it."""
+  """A death as the text above describes it."""
 
   rank: int
   way: str
@@ -61,7 +71,7 @@ class Death:
 
   @property
   def ops(self):
-    """Returns the ops that errors of the others may name, as messages do."""
+    """Returns how error messages of the survivors may name the op."""
     if self.where == "bootstrap":
       return ["ep_bootstrap"]
     if self.where not in OPS:
@@ -71,7 +81,6 @@ class Death:
     return [f'ep_{op}(layer "moe_3")' for op in failing]
 
 
-# Deaths of every way, at several places and moments.
 IN_OPS = (
   "3 stop combine before",
   "3 kill prepare during",
@@ -85,7 +94,7 @@ OF_TWO_JOBS = [
 
 
 def test_two_jobs_do_not_mix(tmp_path):
-  """Two jobs can have groups of the same names at the same time."""
+  """Two jobs may have groups with equal names at the same time."""
   folders = [tmp_path / "one", tmp_path / "other"]
   for folder in folders:
     folder.mkdir()
@@ -94,12 +103,12 @@ def test_two_jobs_do_not_mix(tmp_path):
 
 
 def run_deaths(notes, deaths):
-  run_traced(PROGRAM, notes, *deaths, processes=1 + len(deaths))
+  run_traced(__file__, notes, *deaths, processes=1 + len(deaths))
   check_deaths(notes, deaths)
 
 
 def run_traced(program, notes, *args, **options):
-  """Runs a world that traces all groups, and leaves no shared memory."""
+  """Runs a program with traces, and checks that no shared memory is left."""
   shared_memory = set(os.listdir("/dev/shm"))
   env = {"EP_TRACE": str(notes / "traces")}
   run_world(program, notes, *args, **options, env=env)
@@ -107,7 +116,7 @@ def run_traced(program, notes, *args, **options):
 
 
 def check_deaths(notes, deaths):
-  """Checks the errors of those that survive the deaths of a world."""
+  """Checks the errors of the survivors of each death."""
   stopped = deaths[0].split()[1] == "stop"
   if stopped:
     check_stop(notes)
@@ -120,24 +129,23 @@ def check_deaths(notes, deaths):
       blamed = failure(notes, f"round_{round}").ranks
       assert blamed == (sorted(alive).index(death.rank),)
     alive.remove(death.rank)
-    died = notes / f"died_{round}"
+    died_at = float((notes / f"died_{round}").read_text())
     for rank in alive:
       error = (notes / f"error_{round}_{rank}").read_text()
       if (death.where, death.when) == ("finalize", "before"):
         assert not error
         continue
       at, message = error.split(" ", 1)
-      slowest = max(slowest, float(at) - float(died.read_text()))
+      slowest = max(slowest, float(at) - died_at)
       assert re.search(rf"\bprocess {death.rank}\b", message), message
       assert any(op in message for op in death.ops), message
-  assert slowest < AT_ONCE_S
+  assert slowest < ERROR_WITHIN_S
   ended = {int(note.name[5:]) for note in notes.glob("rank_*")}
   assert ended == alive
-  print(f"all errors came within {slowest:.2f} s")
 
 
 def failure(notes, group):
-  """Returns what the traces of a group tell about its failure."""
+  """Returns the failure that the traces of a group show."""
   folder = notes / f"traces_{group}"
   folder.mkdir()
   for part in (notes / "traces").glob(f"{group}[.%]*"):
@@ -146,7 +154,7 @@ def failure(notes, group):
 
 
 def check_stop(notes):
-  """Checks that the others fail once, when their time is up."""
+  """Checks that the other ranks fail once, after their timeout."""
   assert failure(notes, "round_0").ranks == (RANKS - 1,)
   for rank in range(RANKS - 1):
     seconds, message = (notes / f"late_{rank}").read_text().split(" s: ", 1)
@@ -158,3 +166,241 @@ def check_stop(notes):
       ' ep_dispatch(layer "moe_3")',
     ]:
       assert words in message
+
+
+# --- The program of a rank ---------------------------------------------------
+
+
+def run_ops(layer, ops, x):
+  """Runs ops on a dict of arrays; each op adds its results."""
+  for op in ops:
+    if op == "prepare":
+      x |= dict(handle=ep.ep_prepare(layer, x["topk_idx"], x["weights"]))
+    elif op == "dispatch":
+      rows, gates = ep.ep_dispatch(x["handle"], x["tokens"], x["weights"])
+      x |= dict(rows=rows, gates=gates)
+    else:
+      x |= dict(out=ep.ep_combine(x["handle"], x["rows"], x["gates"]))
+  return x
+
+
+def parts(where):
+  """Returns the ops before a place, at the place, and the next, as programs."""
+  if where == "finalize":
+    return [OPS[:1]]
+  if where not in OPS:
+    return [OPS]
+  at = OPS.index(where)
+  return [part for part in (OPS[:at], [where], OPS[at + 1 : at + 2]) if part]
+
+
+class Work:
+  """Runs steps of the ops in a group, as one program or several.
+
+  `ep_prepare` has an XLA collective that runs only if a rank overflows. No rank
+  does, so an error of the native op comes first.
+  """
+
+  def __init__(self, group, parts):
+    narrow = dict(overflow="drop", drop_by="fair", recv_capacity_per_rank=29)
+    self.case = Case(ep.EpLayerConfig(group, name="moe_3", **narrow))
+    self.tokens, self.weights = self.case.tokens(), self.case.weights()
+    arrays = dict(
+      topk_idx=self.case.topk_idx, tokens=self.tokens, weights=self.weights
+    )
+    self.inputs = {name: self.case.put(x) for name, x in arrays.items()}
+    self.programs = {  # by first op
+      part[0]: jax.jit(functools.partial(run_ops, self.case.layer, part))
+      for part in parts
+    }
+
+  def step(self):
+    """Runs a step in which no rank fails."""
+    x = self.inputs
+    for program in self.programs.values():
+      x = program(x)
+    self.check(jax.block_until_ready(x))
+
+  def check(self, x):
+    """Checks the sum over choices, each of which returns its token."""
+    if "out" in x:
+      expected = np.zeros_like(self.tokens)
+      for weight in self.weights.T:
+        expected += weight[:, None] * self.tokens
+      assert_shards_equal(x["out"], expected)
+
+
+class FaultyRank(Rank):
+  """A rank of a job in which ranks die, perhaps this one."""
+
+  def __init__(self, notes):
+    super().__init__(notes)
+    self.alive = list(range(jax.process_count()))
+    self.round = 0
+    self.death = None
+
+  def run_round(self, death):
+    """Works until the death, and notes the error and its time."""
+    self.death = death
+    before = descriptors()
+    text = ""
+    try:
+      self.work()
+    except ep.EpError as error:
+      text = f"{time.monotonic()} {error}"
+    self.note(f"error_{self.round}_{self.index}", text)
+    self.wait_until(lambda: gc.collect() or descriptors() == before)
+    self.alive.remove(death.rank)
+    self.round += 1
+
+  def work(self):
+    """Works in a new group until an error comes or this rank dies."""
+    with self.bootstrap(LONG_S) as group:
+      where, when = self.death.where, self.death.when
+      work = Work(group, parts(where))
+      work.step()
+      if where == "finalize" and self.is_victim():
+        if when == "before":
+          self.wait_for(f"error_{self.round}_*", len(self.alive) - 1)
+        else:
+          ep.ep_finalize(group)
+        self.die()
+      if where == "finalize" and when == "before":
+        return
+      if where == "finalize":
+        self.wait_for(f"died_{self.round}")
+      if where.endswith("ms") and self.is_victim():
+        seconds = float(where.removesuffix("ms")) / 1e3
+        threading.Timer(seconds, self.die).start()
+      while True:
+        self.step(work)
+
+  def bootstrap(self, timeout_s):
+    """Returns a group of the living ranks."""
+    devices = [d for d in jax.devices() if d.process_index in self.alive]
+    mesh = jax.make_mesh(
+      (len(devices),),
+      ("ep",),
+      axis_types=(jax.sharding.AxisType.Auto,),
+      devices=devices,
+    )
+    create, at = ffi.create_host_group, ("bootstrap", "during")
+    ffi.create_host_group = lambda **args: self.die_at(*at) or create(**args)
+    try:
+      # 12 is divisible by every number of ranks here.
+      name = f"round_{self.round}"
+      return bootstrap(mesh, num_experts=12, timeout_s=timeout_s, name=name)
+    finally:
+      ffi.create_host_group = create
+
+  def step(self, work):
+    """Runs a step in which the victim may die."""
+    work.check(self.run(work, work.programs))
+
+  def run(self, work, ops):
+    x = work.inputs
+    for op in ops:
+      self.die_at(op, "before")
+      self.die_at(op, "during")
+      if (self.death.where, self.death.when) == (op, "posted"):
+        self.post_alone(work.programs[op], x)
+      x = jax.block_until_ready(work.programs[op](x))
+    return x
+
+  def is_victim(self):
+    return self.death.rank == self.index
+
+  def die_at(self, where, when):
+    """Kills the victim if this is the place and moment of its death.
+
+    The victim waits until the other ranks have noted that they are ready.
+    """
+    if (where, when) != (self.death.where, self.death.when):
+      return
+    if not self.is_victim():
+      return self.note(f"ready_{self.round}_{self.index}")
+    self.wait_for(f"ready_{self.round}_*", len(self.alive) - 1)
+    if when == "during":
+      time.sleep(0.3)  # Now the others wait for this rank.
+    self.die()
+
+  def post_alone(self, program, x):
+    """Kills the victim while it waits in a program that no other rank called.
+
+    The program runs on another thread, because only the main thread can exit.
+    """
+    if not self.is_victim():
+      return self.wait_for(f"died_{self.round}")
+    threading.Thread(target=program, args=(x,), daemon=True).start()
+    time.sleep(0.3)
+    self.die()
+
+  def die(self):
+    self.note(f"died_{self.round}", f"{time.monotonic()}")
+    if self.death.way == "exit":
+      sys.exit()
+    signal.raise_signal(getattr(signal, f"SIG{self.death.way.upper()}"))
+
+  def run_rounds_of_stop(self, death):
+    """Works while the victim stops, first briefly, then for too long."""
+    self.death = death
+    self.note(f"pid_{self.index}", str(os.getpid()))
+
+    def wake(seconds, notes, count):
+      self.wait_for(notes, count)
+      time.sleep(seconds)
+      pid = int((self.notes / f"pid_{self.death.rank}").read_text())
+      os.kill(pid, signal.SIGCONT)
+
+    with self.bootstrap(SHORT_S) as group:
+      work = Work(group, parts(death.where))
+      late = 0, "late_*", len(self.alive) - 1
+      for args in [(SHORT_S / 2, "died_0", 1), late]:
+        if self.index == 0:
+          threading.Thread(target=wake, args=args).start()
+        if self.round == 0:
+          self.step(work)
+        else:
+          start = time.monotonic()
+          try:
+            self.run(work, [*work.programs][:2])
+            # The victim may find all rows that the other ranks sent.
+            assert self.is_victim()
+          except ep.EpError as error:
+            seconds = time.monotonic() - start
+            self.note(f"late_{self.index}", f"{seconds:.2f} s: {error}")
+        self.round += 1
+      for _ in range(3):
+        work.step()
+
+
+def descriptors():
+  """Returns how many sockets, pidfds and mappings of ep this process has."""
+  unix = pathlib.Path("/proc/net/unix")
+  sockets = {
+    fields[6]
+    for fields in map(str.split, unix.read_text().splitlines())
+    if fields[4] == "0005"  # SOCK_SEQPACKET
+  }
+  held = 0
+  for fd in os.listdir("/proc/self/fd"):
+    with contextlib.suppress(FileNotFoundError):
+      target = os.readlink(f"/proc/self/fd/{fd}")
+      held += target == "anon_inode:[pidfd]" or target[8:-1] in sockets
+  maps = pathlib.Path("/proc/self/maps").read_text()
+  return held + maps.count("memfd:ep_ffi")
+
+
+def main(notes, *deaths):
+  rank = FaultyRank(notes)
+  for death in map(Death.parse, deaths):
+    if death.way == "stop":
+      rank.run_rounds_of_stop(death)
+    else:
+      rank.run_round(death)
+  rank.note(f"rank_{rank.index}")
+  rank.leave(len(rank.alive))
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

@@ -10,13 +10,13 @@ from groups import layer
 from op_functions import block_and_back
 from parameters import DTYPES
 
-MESHES = ["dp4_ep1", "dp2_ep2", "ep4"]  # EP size 1, 2 and 4.
+MESHES = ["dp4_ep1", "dp2_ep2", "ep4"]  # EP sizes 1, 2 and 4
 
 
 def local_results(mesh, dtype):
-  """Returns this process's results, which all meshes split alike."""
+  """Returns this process's results, which all meshes split equally."""
   case = Case(layer(mesh), "with_unused_choices")
-  # No product with these weights is exact.
+  # Products with these weights are not exact.
   inputs = case.tokens(dtype), np.sqrt(case.weights()), case.tokens(dtype)
   return jax.tree.map(local_numpy, case.run(block_and_back, *inputs))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that never comes is an error, and so is a missing library.
+"""A rank that never arrives is an error, and so is a missing library.
 
-death_test describes how ranks die, and mismatch_test has ranks that differ.
+death_test has ranks that die, and mismatch_test ranks whose programs differ.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-import death_ranks
+import death_test
 from death_test import check_deaths, failure, IN_OPS, run_traced
 import jax
 from jax import lax
@@ -26,72 +26,70 @@ from groups import BACKEND, bootstrap, MESHES, spec
 from op_functions import sizes
 from worlds import Rank, RANKS, run_world
 
-# With backend="xla" a rank learns of these failures from bootstrap, from XLA's
-# collectives, or never.
 pytestmark = pytest.mark.skipif(
   BACKEND == "xla",
-  reason="xla: peers are not watched, and there is no native library",
+  reason="xla: processes do not watch their peers, and load no native library",
 )
 
-TIMEOUT_S = 4.0  # This is timeout_s where a test waits for it.
-EXIT_S = 3.0  # This is exit_after_s where a test waits for it.
-LONG_S = 120.0  # This is timeout_s where a test must not wait for it.
+TIMEOUT_S = 3.0  # timeout_s of scenarios that wait for it.
+EXIT_S = 2.0  # exit_after_s of scenarios that wait for it.
+LONG_S = 120.0  # timeout_s of scenarios that must not wait for it.
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-  """Runs a world with one failure after another, and returns its notes."""
-  notes = tmp_path_factory.mktemp("world")
+def notes(tmp_path_factory):
+  """Runs four ranks through one failure after another; returns their notes."""
+  notes = tmp_path_factory.mktemp("notes")
   run_traced(__file__, notes, "one_after_another", *IN_OPS)
   return notes
 
 
-def notes_of_errors(world, name, ranks):
-  """Returns the error that each rank noted, and after how many seconds."""
-  notes = {note.name: note.read_text() for note in world.glob(f"{name}_*")}
-  assert notes.keys() == {f"{name}_{rank}" for rank in ranks}
-  for note in notes.values():
-    seconds, message = note.split(" s: ", 1)
+def notes_of_errors(notes, name, ranks):
+  """Yields the error that each rank noted, after its delay in seconds."""
+  texts = {note.name: note.read_text() for note in notes.glob(f"{name}_*")}
+  assert texts.keys() == {f"{name}_{rank}" for rank in ranks}
+  for text in texts.values():
+    seconds, message = text.split(" s: ", 1)
     yield float(seconds), message
 
 
-def test_a_process_that_goes_on_after_a_failure_does_not_end(world):
-  assert len([*world.glob("went_on_*")]) == RANKS
+def test_a_process_that_goes_on_after_a_failure_is_not_terminated(notes):
+  assert len([*notes.glob("went_on_*")]) == RANKS
 
 
-def test_a_trace_tells_which_rank_differs(world):
-  told = failure(world, "differs")
-  assert (told.ranks, told.are_absent) == ((3,), False)
+def test_a_trace_shows_which_rank_differs(notes):
+  found = failure(notes, "differs")
+  assert (found.ranks, found.are_absent) == ((3,), False)
 
 
-def test_if_a_rank_has_no_library_all_have_its_error_at_once(world):
-  for seconds, message in notes_of_errors(world, "library", range(RANKS)):
+def test_if_a_rank_has_no_library_all_ranks_raise_its_error_soon(notes):
+  for seconds, message in notes_of_errors(notes, "library", range(RANKS)):
     assert seconds < LONG_S / 10
     assert "nowhere.so" in message
 
 
-def test_a_rank_that_never_comes_to_an_op(world):
-  """The others fail when the time is up; one of them says so earlier."""
-  for seconds, message in notes_of_errors(world, "alone", range(3)):
+def test_a_rank_that_never_arrives_at_an_op(notes):
+  """The others fail after timeout_s; one of them warns earlier."""
+  for seconds, message in notes_of_errors(notes, "alone", range(3)):
     assert TIMEOUT_S <= seconds < 3 * TIMEOUT_S
     for word in ["ep_prepare", '"moe_5"', "rank 3", "timeout_s"]:
       assert word in message
-  logs = [log.read_text() for log in (world / "logs").glob("rank_*.log")]
+  logs = [log.read_text() for log in (notes / "logs").glob("rank_*.log")]
   lines = [[x for x in log.splitlines() if "moe_5" in x] for log in logs]
-  (told,) = [told for told in lines if "a third of timeout_s" in str(told)]
-  first, *others = told
+  (warned,) = [x for x in lines if "a third of timeout_s" in str(x)]
+  first, *others = warned
   assert "waited a third of timeout_s" in first
   assert "waited timeout_s" in str(others) and "a third" not in str(others)
 
 
-def test_a_rank_that_comes_to_no_bootstrap_in_time(world):
-  for _, message in notes_of_errors(world, "lost", range(RANKS)):
+def test_a_rank_that_is_late_for_bootstrap(notes):
+  for _, message in notes_of_errors(notes, "lost", range(RANKS)):
     for word in ["ep_bootstrap", "process 3", "timeout_s"]:
       assert word in message
 
 
-def test_survivors_of_deaths_get_an_error(world):
-  check_deaths(world, IN_OPS)
+def test_survivors_of_deaths_get_an_error(notes):
+  check_deaths(notes, IN_OPS)
 
 
 def refusal(monkeypatch, library):
@@ -103,7 +101,7 @@ def refusal(monkeypatch, library):
 
 
 def test_no_library(tmp_path, monkeypatch):
-  """The message names the three places where it is looked for, and cures."""
+  """The message names the three places of a library, and cures."""
   message = refusal(monkeypatch, tmp_path / "nowhere.so")
   places = ["EP_FFI_LIBRARY_PATH", "nowhere.so", "runfiles", "package"]
   for word in [*places, "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
@@ -112,10 +110,10 @@ def test_no_library(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("age", ["stale", "older"])
 def test_a_library_of_another_version(tmp_path, monkeypatch, age):
-  """The library is not called; the message names both and says what to do."""
+  """The message names both versions and a cure; nothing calls the library."""
   found = f"the library is {ffi.INTERFACE_VERSION}."
   native = ffi.find_library("host").read_bytes()
-  if age == "older":  # The library has no such function.
+  if age == "older":  # The library does not have the function.
     found = "none"
     assert b"ep_interface_version\0" in native
     native = native.replace(b"ep_interface_version", b"ep_interfere_version")
@@ -135,9 +133,9 @@ def test_a_library_of_another_version(tmp_path, monkeypatch, age):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_rank_that_waits_in_a_psum(tmp_path, capfd, processes):
-  """Python raises nothing there, but the process ends, and says why.
+  """Python raises no error in a psum, but the process terminates and says why.
 
-  Ranks that fail are in another process, or in the same.
+  The ranks that fail are in another process, or in this one.
   """
   options = dict(processes=processes, devices=RANKS // processes)
   notes = run_world(__file__, tmp_path, "psum", **options)
@@ -146,12 +144,11 @@ def test_a_rank_that_waits_in_a_psum(tmp_path, capfd, processes):
   words = 'ep_prepare(layer "moe_3"): rank 0 needs 10 receive rows'
   for note in notes.values():
     assert words in note
-  told = f"rank {stuck} failed with exit code 70"
-  assert told in capfd.readouterr().out
+  assert f"rank {stuck} failed with exit code 70" in capfd.readouterr().out
   log = (tmp_path / f"logs/rank_{stuck}.log").read_text()
-  at_once, last = log.split("ep_ffi: ")[1:]
-  assert at_once.startswith(words)
-  for word in [f"process {stuck} ends", "exit_after_s = 3 s", words]:
+  first, last = log.split("ep_ffi: ")[1:]
+  assert first.startswith(words)
+  for word in [f"process {stuck} ends", f"exit_after_s = {EXIT_S:g} s", words]:
     assert word in last
 
 
@@ -159,7 +156,7 @@ def test_a_rank_that_waits_in_a_psum(tmp_path, capfd, processes):
 
 
 class Scenarios(Rank):
-  """A rank that has a method for each scenario."""
+  """A rank, with a method for each scenario."""
 
   def bootstrap(self, **options):
     return bootstrap(make_mesh({"ep": jax.device_count()}), **options)
@@ -175,16 +172,16 @@ class Scenarios(Rank):
     if self.index == 3:
       self.wait_for("lost_*", 3)
     else:
-      # The native op is the first of its collectives.
+      # The native op is the program's first collective.
       options = dict(drop_by="weight", recv_capacity_per_rank=8)
       self.note_error("alone", lambda: self.prepare(group, **options))
     self.note_error("lost", lambda: self.bootstrap(timeout_s=TIMEOUT_S))
     with contextlib.suppress(ep.EpError):
       ep.ep_finalize(group)
-    death_ranks.main(self.notes, *deaths)
+    death_test.main(self.notes, *deaths)
 
   def psum(self):
-    """Domain 0 fails after domain 1 has run its only op."""
+    """Makes domain 0 fail after domain 1 has run its only op."""
     mesh = make_mesh(MESHES["dp2_ep2"])
     group = bootstrap(mesh, top_k=1, exit_after_s=EXIT_S)
     layer = ep.EpLayerConfig(group, name="moe_3", recv_capacity_per_rank=8)
@@ -248,7 +245,7 @@ class Scenarios(Rank):
     return Case(config, routing_weights=weights).run(sizes)
 
   def note_error(self, name, fn):
-    """Notes how long `fn` and its results took to fail, and how they did."""
+    """Notes the error of `fn` or of its results, and its delay."""
     start = time.monotonic()
     try:
       jax.block_until_ready(fn())

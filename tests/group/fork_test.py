@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank may fork children, and their end does not affect its group.
+"""A rank may fork children, whose exit does not affect the rank's group.
 
-Such a child may load data, for example. It must not call JAX, which warns that
-it has no threads in the child.
+A child may load data, for example. It must not call JAX, which warns that the
+child has none of JAX's threads.
 """
 
 import gc
@@ -17,18 +17,18 @@ from conftest import make_mesh, TIMEOUT_S
 import ep
 from ep._src.group import bootstrap as groups_of_process
 from groups import BACKEND, bootstrap
-from op_functions import round_trip
+from op_functions import handle_of, round_trip
 
 pytestmark = [
   pytest.mark.skipif(
-    BACKEND == "xla", reason="xla: a group holds nothing of the system"
+    BACKEND == "xla", reason="xla: a group has no system resources"
   ),
   pytest.mark.filterwarnings("ignore:os.fork"),
 ]
 
 
 def run_child(act):
-  """Forks a child that calls `act`, and checks that it ends well."""
+  """Forks a child that calls `act`, and checks that the child exits with 0."""
   pid = os.fork()
   if pid == 0:
     code = 1
@@ -41,52 +41,40 @@ def run_child(act):
 
 
 def run_exit_handlers():
-  """Does what Python does at exit, except for JAX's own handlers.
+  """Runs Python's exit handlers, except those of JAX.
 
   JAX's handlers use the parent's connection to the coordination service, and
-  would end the parent, too.
+  would also terminate the parent.
   """
   groups_of_process._close_all()
   weakref.finalize._exitfunc()
 
 
-def drop(group):
-  """Drops every reference of the group that a child can drop."""
-  vars(group).clear()
-  gc.collect()
-
-
 def expect_refused(group):
-  """Checks that each use of the group is refused, with the owner's id."""
+  """Checks that each use of the group raises an error with the owner's id."""
   owner = f"the id {os.getppid()}, of which this one is a forked child"
-  for use in (group.memory, group.check, lambda: Case(a_layer(group)).run(ids)):
+  case = Case(ep.EpLayerConfig(group))
+  for use in (group.memory, group.check, lambda: case.run(handle_of)):
     with pytest.raises(RuntimeError, match=owner):
       use()
   ep.ep_finalize(group)
 
 
-def a_layer(group):
-  return ep.EpLayerConfig(group)
-
-
-def ids(layer, topk_idx):
-  return ep.ep_prepare(layer, topk_idx)
-
-
 def test_the_parent_goes_on():
   """The parent's results stay exact, and all ranks can finalize the group."""
   group = bootstrap(make_mesh({"ep": 4}), timeout_s=TIMEOUT_S)
-  case = Case(a_layer(group))
+  case = Case(ep.EpLayerConfig(group))
 
   def step():
     case.check(round_trip, case.tokens(), case.weights())
 
   step()
-  for child in (
-    run_exit_handlers,
-    lambda: expect_refused(group),
-    lambda: drop(group),
-  ):
+
+  def drop():
+    vars(group).clear()
+    gc.collect()
+
+  for child in run_exit_handlers, lambda: expect_refused(group), drop:
     run_child(child)
     step()
   loader = multiprocessing.get_context("fork").Process(

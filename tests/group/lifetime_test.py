@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups report what they hold, and leave no resources in use at their end.
+"""Groups report their memory, and release all resources when they close.
 
     python -m pytest tests/group/lifetime_test.py --lifetimes=10000
 
@@ -24,18 +24,18 @@ LIFETIMES_OF_A_PROGRAM = 20
 KEPT_PROGRAMS = 2
 
 # Limits on the growth in all lifetimes after the warm-up. JAX 0.12 fills caches
-# of 1.2 MiB in the first 30 programs, and no more after those. Threads of the
-# last group may still be exiting.
+# of 1.2 MiB with the first 30 programs, and then stops. Threads of the last
+# group may still be exiting.
 MOST = Footprint(memory=4 << 10, heap=2 << 10, descriptors=0, threads=8)
 
 
-@pytest.fixture(name="lifetimes")
-def number_of_lifetimes(request):
+@pytest.fixture
+def lifetimes(request):
   return request.config.getoption("lifetimes")
 
 
-def check_lifetimes(times, use, capsys):
-  """Makes one group after another, and checks the growth after a warm-up."""
+def check_lifetimes(times, use):
+  """Makes groups one after another, and checks the growth after a warm-up."""
   mesh = make_mesh({"ep": 4})
 
   def once():
@@ -47,64 +47,62 @@ def check_lifetimes(times, use, capsys):
   before = Footprint.now()
   for _ in range(times):
     once()
-  growth = before.check_now(MOST)
-  with capsys.disabled():
-    if jax.process_index() == 0:
-      print(f"\n{times} groups: {growth}")
+  before.check_now(MOST)
 
 
-def test_groups(lifetimes, capsys):
-  check_lifetimes(lifetimes, lambda group: None, capsys)
+def test_groups(lifetimes):
+  check_lifetimes(lifetimes, lambda group: None)
 
 
 def a_case(group):
   return Case(ep.EpLayerConfig(group), "skewed", whole=True)
 
 
-def run_program(group, want):
+def program_and_inputs(group):
   case = a_case(group)
-  program = jax.jit(global_view(case.layer, round_trip))
   inputs = case.topk_idx, case.tokens(), case.weights()
-  assert_same(program(*map(case.put, inputs)), want)
+  program = jax.jit(global_view(case.layer, round_trip))
+  return program, [*map(case.put, inputs)]
 
 
-@pytest.fixture(name="want")
-def result_of_run_program():
+def run_program(group, want):
+  program, inputs = program_and_inputs(group)
+  assert_same(program(*inputs), want)
+
+
+def compile_program(group):
+  """Returns a compiled program that outlives its function, and its inputs."""
+  program, inputs = program_and_inputs(group)
+  return program.lower(*inputs).compile(), inputs
+
+
+@pytest.fixture
+def want():
+  """Returns the result of the program."""
   with bootstrap(make_mesh({"ep": 4})) as group:
     case = a_case(group)
     return expected(case, round_trip, case.tokens(), case.weights())
 
 
-def test_a_program_is_released_with_its_function(lifetimes, want, capsys):
-  """Its group is released too, even if JAX's caches keep parts of it."""
+def test_a_program_is_released_with_its_function(lifetimes, want):
+  """The group is also released, even if JAX caches parts of the program."""
   check_lifetimes(
-    lifetimes // LIFETIMES_OF_A_PROGRAM,
-    lambda group: run_program(group, want),
-    capsys,
+    lifetimes // LIFETIMES_OF_A_PROGRAM, lambda group: run_program(group, want)
   )
 
 
-def test_groups_without_finalize(lifetimes, want, capsys):
-  """A group closes when no reference and no program of it is left."""
+def test_groups_without_finalize(lifetimes, want):
+  """A group closes when no reference to it and no program of it is left."""
   mesh = make_mesh({"ep": 4})
 
   def use(group):
     del group
     run_program(bootstrap(mesh), want)
 
-  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM // 2, use, capsys)
+  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM // 2, use)
 
 
-def compile_program(group):
-  """Returns a compiled program that outlives its function, and its inputs."""
-  case = a_case(group)
-  inputs = case.topk_idx, case.tokens(), case.weights()
-  inputs = list(map(case.put, inputs))
-  program = jax.jit(global_view(case.layer, round_trip))
-  return program.lower(*inputs).compile(), inputs
-
-
-only_native = not_with_xla("a group holds no resources")
+only_native = not_with_xla("a group has no system resources")
 
 
 @only_native
@@ -148,9 +146,9 @@ def test_finalize_with_launches_in_flight(want):
     assert_same(program(*inputs), want)
     outputs = []
     for _ in range(launches):
-      with contextlib.suppress(ValueError, RuntimeError):  # of another rank
+      with contextlib.suppress(ValueError, RuntimeError):  # another rank's
         outputs.append(program(*inputs))
-    with contextlib.suppress(ValueError, RuntimeError):  # others ran more ops
+    with contextlib.suppress(ValueError, RuntimeError):  # ranks ran fewer ops
       ep.ep_finalize(group)
     for output in outputs:
       try:
@@ -161,37 +159,38 @@ def test_finalize_with_launches_in_flight(want):
         assert_same(output, want)
 
 
-starts_its_own_ranks = pytest.mark.skipif(
-  jax.process_count() > 1, reason="it starts its own ranks"
+starts_ranks = pytest.mark.skipif(
+  jax.process_count() > 1, reason="the test starts ranks"
 )
 
 
-def run_alone(tmp_path, program, num_processes):
-  """Runs a program in other processes, and returns the log of the first."""
+def run_ranks(tmp_path, program, num_processes=2, code=0):
+  """Runs a program that exits with `code`, and returns its logs."""
   options = dict(num_processes=num_processes, timeout_s=60, log_dir=tmp_path)
-  assert not launch.launch(["-c", program], **options)
-  return (tmp_path / "rank_0.log").read_text()
+  assert launch.launch(["-c", program], **options) == code
+  logs = [tmp_path / f"rank_{rank}.log" for rank in range(num_processes)]
+  return [log.read_text() for log in logs]
 
 
-@starts_its_own_ranks
+@starts_ranks
 def test_at_exit_a_group_closes_before_jax_ends(tmp_path):
   """JAX may wait for its peers at exit, which may wait for this process."""
   program = """
 import atexit, weakref
 thing = lambda: 0
-weakref.finalize(thing, print, "finalizers")  # from now on, these come last
+weakref.finalize(thing, print, "finalizers")  # Python now runs these last
 import jax
 atexit.register(lambda: print("group is open:", group.connection.is_open))
 import ep
 ep.launch.initialize()
 group = ep.ep_bootstrap(jax.make_mesh((2,), ("ep",)), num_experts=2)
 """
-  log = run_alone(tmp_path, program, 2)
+  log, _ = run_ranks(tmp_path, program)
   assert log == "group is open: False\nfinalizers\n"
 
 
-# Each rank launches a program that the other does not run, if it runs at all. A
-# launch would wait for the callback in `sleep` if its input were there already.
+# The ranks launch different programs. In `sleep`, the launch would wait for the
+# callback if the callback's input were ready.
 _LAUNCH_ALONE = """
 import pathlib, sys, time
 import jax
@@ -212,7 +211,7 @@ def prepare():
 
 def sleep():
   def wait(x):
-    time.sleep(9)
+    time.sleep(7)
     return np.asarray(x)
 
   x = np.zeros((600, 600), np.float32)
@@ -227,28 +226,28 @@ else:
 """
 
 
-def run_alone_at_exit(tmp_path, first, second, timeout_s):
-  """Returns the logs of two ranks, one of which ends with the code 1."""
+def run_at_exit(tmp_path, first, second, timeout_s):
+  """Returns the logs of both ranks, which also contain lines of Gloo's threads.
+
+  A rank exits with code 1.
+  """
   program = _LAUNCH_ALONE.format(
     first=first, second=second, timeout_s=timeout_s
   )
-  options = dict(num_processes=2, timeout_s=45, log_dir=tmp_path)
-  assert launch.launch(["-c", program], **options) == 1
-  # Threads of Gloo write into the logs, too.
-  return [(tmp_path / f"rank_{rank}.log").read_text() for rank in range(2)]
+  return run_ranks(tmp_path, program, code=1)
 
 
-@starts_its_own_ranks
-def test_at_exit_an_op_that_others_did_not_run_is_an_error(tmp_path):
-  logs = run_alone_at_exit(tmp_path, "prepare()", "time.sleep(4)", 60)
+@starts_ranks
+def test_at_exit_an_op_that_only_one_rank_ran_is_an_error(tmp_path):
+  logs = run_at_exit(tmp_path, "prepare()", "time.sleep(4)", 60)
   assert "rank 0 (process 0) ran ep_prepare" in logs[1]
 
 
-@starts_its_own_ranks
+@starts_ranks
 def test_at_exit_a_process_waits_for_its_programs(tmp_path):
-  """It waits up to `timeout_s`, and not at all after an exception.
+  """A process waits up to `timeout_s`, but does not wait after an exception.
 
-  The exception comes while the other process waits.
+  The exception occurs while the other process waits.
   """
   ended = tmp_path / "ended"
   waits = f"x = sleep(); pathlib.Path({str(ended)!r}).touch()"
@@ -259,14 +258,14 @@ while not pathlib.Path({str(ended)!r}).exists():
   x = sleep()
   sys.excepthook = sys.__excepthook__
   1 / 0"""
-  logs = run_alone_at_exit(tmp_path, waits, exception, 4)
+  logs = run_at_exit(tmp_path, waits, exception, 3)
   assert "At exit: ep: programs that this process has" in logs[0]
   assert "by zero" in logs[1] and "At exit" not in logs[1]
 
 
-@starts_its_own_ranks
-def test_at_exit_the_programs_of_one_process_end(tmp_path):
-  """An op that failed would leave other devices waiting in the `psum`."""
+@starts_ranks
+def test_at_exit_the_programs_of_one_process_complete(tmp_path):
+  """If an op failed, other devices would wait in the `pmean` indefinitely."""
   program = """
 import jax
 from jax import lax
@@ -289,16 +288,7 @@ program = jax.jit(jax.shard_map(
   steps, mesh=mesh, in_specs=shards, out_specs=shards, check_vma=False))
 print(program(jax.numpy.ones((32, 8))).shape)
 """
-  assert run_alone(tmp_path, program, 1) == "(32, 8)\n"
-
-
-def staged_bytes(case):
-  """Returns the most bytes that an exchange stages; see EpGroup.memory."""
-  rows, weights = case.rows(), case.row_weights()
-  tokens, topk_weights = case.tokens(), case.weights()
-  ranks = len(rows)
-  slots = (rows.nbytes + weights.nbytes) // ranks
-  return max(slots, (tokens.nbytes + topk_weights.nbytes) // ranks) + 64
+  assert run_ranks(tmp_path, program, 1) == ["(32, 8)\n"]
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="needs one process")
@@ -312,11 +302,14 @@ def test_ranks_of_a_process_need_no_segments():
 @pytest.mark.skipif(jax.process_count() == 1, reason="needs several processes")
 def test_segments_are_used_again():
   case = large_case("skewed")
-  bytes, inputs = staged_bytes(case), case.inputs()
+  tokens, weights, rows, row_weights = inputs = case.inputs()
+  # An exchange stages the tokens or the rows of a rank; see EpGroup.memory.
+  staged = (tokens.nbytes + weights.nbytes, rows.nbytes + row_weights.nbytes)
+  bytes = max(staged) // len(rows) + 64
   for _ in range(8):
     jax.block_until_ready(case.run(everything, *inputs))
     memory = case.layer.group.memory()
-    # The five ops of `everything`, and a second combine, may run at once.
+    # The five ops of `everything` and a second combine may run concurrently.
     assert bytes <= memory.reserved < 4 * 6 * bytes
     assert 0 < memory.resident <= memory.reserved
 

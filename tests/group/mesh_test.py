@@ -44,7 +44,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_orders_of_the_devices_are_refused(group, name):
   case, *arrays = case_of(group)
-  if group.backend == "xla":  # It needs no more than the index of a rank.
+  if group.backend == "xla":  # The backend only needs the index of a rank.
     actual = run_on(OTHERS[name], case, round_trip, *arrays)
     return assert_same(actual, expected(case, round_trip, *arrays))
   with failing(group) as error:
@@ -61,10 +61,10 @@ def test_another_order_of_the_axes_is_accepted(group):
   assert_same(actual, expected(case, round_trip, *arrays))
 
 
-@not_with_xla("any order of the devices will do")
+@not_with_xla("the devices may have any order")
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_mesh_in_context_is_compared_when_traced(group, name):
-  case, *_arrays = case_of(group)
+def test_tracing_compares_the_mesh_in_context(group, name):
+  case, *_ = case_of(group)
   mesh = OTHERS[name]
   with jax.set_mesh(mesh), pytest.raises(ValueError, match="mesh") as error:
     jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)(

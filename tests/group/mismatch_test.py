@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If the programs of the ranks differ, every rank reports what differs.
+"""If the programs of the ranks differ, every rank reports the difference.
 
 The last process differs from all others, which run the same program.
 """
@@ -28,7 +28,7 @@ pytestmark = [
 RANKS = jax.process_count()
 ODD = jax.process_index() == RANKS - 1
 LAST = f"rank {RANKS - 1}"
-SHORT_TIMEOUT_S = 3.0  # for groups in which some rank never joins an op
+SHORT_TIMEOUT_S = 3.0  # for groups in which a rank never joins an op
 
 
 def either(odd, others):
@@ -37,17 +37,14 @@ def either(odd, others):
 
 @pytest.fixture(scope="module")
 def group():
-  """Makes a group for tests after which ep_finalize reports no error."""
+  """Makes a group for tests after which ep_finalize raises no error."""
   with bootstrap(make_mesh({"ep": RANKS})) as group:
     yield group
 
 
 @pytest.fixture
 def make_layer(group, request):
-  """Returns a maker of layers that run no programs of another test.
-
-  A rank would compile fewer programs if it had the layers of another test.
-  """
+  """Returns a function that makes layers whose programs no other test runs."""
   return functools.partial(ep.EpLayerConfig, group, name=request.node.name)
 
 
@@ -63,7 +60,7 @@ def check_works(group):
 
 
 def expect_disagreement(group, fn, *words):
-  """Checks that `fn` fails on every rank, not by a timeout, and once."""
+  """Checks that `fn` fails on every rank, once and without a timeout."""
   with pytest.raises(ep.EpError) as error:
     jax.block_until_ready(fn())
   expect_words(error, "the ranks disagree on ", *words)
@@ -92,17 +89,25 @@ def test_other_layers(group, make_layer, option, odd, others, words):
   [
     ("lead", (4,), (5,), ["tokens per rank: 5 on rank 0", f"4 on {LAST}"]),
     ("hidden", 6, 7, ["hidden size: 7 on rank 0", f"6 on {LAST}"]),
+    (
+      "dtype",
+      jnp.bfloat16,
+      jnp.float32,
+      ["dtype: float32 on rank 0", f"bfloat16 on {LAST}"],
+    ),
   ],
 )
 def test_other_tokens(group, make_layer, option, odd, others, words):
-  case = Case(make_layer(), **{option: either(odd, others)})
-  arrays = case.tokens(), case.weights()
+  options = {option: either(odd, others)}
+  dtype = options.pop("dtype", jnp.float32)
+  case = Case(make_layer(), **options)
+  arrays = case.tokens(dtype), case.weights()
   expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
 
 
 @pytest.mark.parametrize("odd, others", [(8, 9), (0, 9)])
 def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
-  """They are refused on every rank, and the group works as before."""
+  """Every rank raises an error, and the group still works."""
   error_type = (ValueError, RuntimeError)
   with pytest.raises(error_type, match="^ep_resize: ") as error:
     ep.ep_resize(group, max_tokens_per_rank=either(odd, others))
@@ -111,19 +116,12 @@ def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
   check_works(group)
 
 
-def test_other_dtypes(group, make_layer):
-  case = Case(make_layer())
-  arrays = case.tokens(either(jnp.bfloat16, jnp.float32)), case.weights()
-  words = ["dtype: float32 on rank 0", f"bfloat16 on {LAST}"]
-  expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
-
-
 @pytest.mark.parametrize("equal_counts", [False, True])
 def test_a_handle_of_another_routing(group, make_layer, equal_counts):
-  """A rank that uses the handle of the step before is detected."""
+  """A rank that uses the previous step's handle is detected."""
   layer = make_layer()
   cases = [Case(layer, routing) for routing in ["uniform", "skewed"]]
-  if equal_counts:  # two tokens of each rank change places
+  if equal_counts:  # Swap two tokens of each rank.
     choices = cases[0].topk_idx.reshape(RANKS, -1, layer.top_k)
     swapped = choices[:, [1, 0, *range(2, choices.shape[1])]]
     cases[1] = Case(layer, swapped.reshape(cases[0].topk_idx.shape))
@@ -146,12 +144,12 @@ def expect_timeout(fn, *words):
   with pytest.raises(ep.EpError) as error:
     jax.block_until_ready(fn())
   expect_words(error, f"waited timeout_s = {SHORT_TIMEOUT_S:g} s for ", *words)
-  # No rank may close the group first, or others would report that instead.
+  # If a rank closed the group first, others would report that instead.
   multihost_utils.sync_global_devices("timeout")
 
 
 def test_ops_in_another_order():
-  """Independent ops that two programs order differently are reported."""
+  """Two programs may order independent ops differently."""
   group = short_timeout_group()
 
   def branches(ops, tokens, weights, rows):
@@ -210,7 +208,7 @@ def test_other_programs():
 
 
 def test_another_number_of_compilations():
-  """A program that one process alone compiles again is reported."""
+  """One process compiles a program again, and the others do not."""
   group = short_timeout_group()
   case = Case(ep.EpLayerConfig(group, name="moe_3"))
   step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
@@ -245,7 +243,7 @@ def test_other_arguments():
 )
 def test_other_flags_of_xla(monkeypatch, odd, others):
   count = f"--xla_force_host_platform_device_count={1 + ODD}"
-  # Scripts that append to the variable may put a space before the first flag.
+  # Scripts that append to the variable may leave a leading space.
   monkeypatch.setenv("XLA_FLAGS", f" {count} {either(odd, others)}")
   error = expect_no_bootstrap("XLA_FLAGS = ", "--xla_a=1", "same options")
   assert "device_count" not in error

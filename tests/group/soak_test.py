@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long runs with changing routings keep their speed and use no more resources.
+"""Long runs with changing routings keep their speed and leak no resources.
 
     python -m ep launch --num_processes=4 \
         -m pytest tests/group/soak_test.py --soak_steps=50000
 
-All devices of the world form one domain. Process 0 prints the figures.
+All devices form one domain. Process 0 prints the figures.
 """
 
 import collections
@@ -22,18 +22,17 @@ from ep.testing._routings import draw
 from groups import bootstrap
 from op_functions import block_and_back
 
-EXPERTS = 2  # of each rank
+EXPERTS = 2  # per rank
 TOKENS, TOP_K = 16, 3
 IN_FLIGHT = 4  # steps
 
-# A run is divided into so many parts, or fewer if it is short. The results of
-# the last step of each part are checked. No two parts end with the same inputs,
-# of which there are as many as this prime number.
+# A run has up to PARTS parts, and checks the last step of each. INPUTS is a
+# prime, so these steps have different inputs.
 PARTS = 20
 INPUTS = 23
 
-# Limits on the growth after the first tenth of the steps. A step that overlaps
-# with others may need a worker thread of its own.
+# Limits on the growth after the first tenth of the steps. Each step in flight
+# may need another worker thread.
 MOST = Footprint(
   memory=4 << 10,
   heap=2 << 10,
@@ -47,7 +46,7 @@ SLOWER = 0.1
 
 
 class Steps:
-  """Runs steps of a new group, whose routings come again after `INPUTS`."""
+  """Runs steps of a new group, whose routings repeat after `INPUTS` steps."""
 
   def __init__(self):
     ranks = jax.device_count()
@@ -56,14 +55,14 @@ class Steps:
       num_experts=EXPERTS * ranks,
       max_tokens_per_rank=TOKENS,
       top_k=TOP_K,
-      timeout_s=10 * TIMEOUT_S,  # there may be many ranks for each core
+      timeout_s=10 * TIMEOUT_S,  # many ranks may share a core
     )
     layer = ep.EpLayerConfig(self.group)
     self._program = jax.jit(global_view(layer, block_and_back))
     self._claims, self._inputs = [], []
     for seed in range(INPUTS):
       rng = np.random.default_rng(seed)
-      odds = rng.choice([0, 1, 8], self.group.num_experts)  # 0: gets no tokens
+      odds = rng.choice([0, 1, 8], self.group.num_experts)  # 0: no tokens
       routing = draw(rng, (TOKENS * ranks, TOP_K), odds)
       case = Case(layer, routing, lead=(TOKENS,), whole=True)
       tokens = case.tokens() * np.float32(1 + seed % 8)
@@ -72,7 +71,7 @@ class Steps:
       self._inputs.append([*map(case.put, (routing, *arrays))])
 
   def seconds(self, steps):
-    """Runs the steps, checks the results of the last, and returns the time."""
+    """Runs the steps, checks the last result, and returns the time."""
     start = time.monotonic()
     pending = collections.deque()
     for step in steps:
@@ -111,9 +110,9 @@ def test_soak(request, capsys):
 
 
 def compare_with_new_group(old, parts):
-  """Returns the speed of the group divided by that of a new one.
+  """Returns the speed of the group divided by the speed of a new group.
 
-  The two run in turns, since the load of the machine may change.
+  The groups alternate, because the load of the machine may change.
   """
   new = Steps()
   with new.group:

@@ -20,16 +20,16 @@ MESH = f"ep{jax.device_count()}"
 SEVERAL = jax.process_count() > 1
 
 
-@not_with_xla("JAX asks for one order of launches on all processes")
+@not_with_xla("JAX requires one order of launches on all processes")
 @pytest.mark.skipif(
   jax.local_device_count() > 1,
-  reason="the waiting callbacks may hold all of JAX's threads",
+  reason="the waiting callbacks may occupy all of JAX's threads",
 )
 def test_a_run_goes_on_after_another():
-  """A second thread launches a program while one of the first thread waits.
+  """A second thread launches a program while the first thread's program waits.
 
-  It is the same order of ops on all ranks. A GPU's rank cannot know this, and
-  refuses to go on.
+  All ranks run the ops in the same order. A rank on a GPU cannot know this, and
+  raises an error.
   """
   waits, goes_on = threading.Event(), threading.Event()
 
@@ -68,13 +68,13 @@ def test_a_run_goes_on_after_another():
   reason="only host on one device: processes launch in one order",
 )
 def test_many_threads(request):
-  """Each thread launches its own program, eight times before it waits.
+  """Each thread launches its program eight times before it waits.
 
   In one process the threads also compile at the same time. Several processes
-  must compile in one order, but they launch in any order. Their programs are
-  small, because JAX runs a small program on the thread that launches it. A
-  larger one would hold a thread of JAX's pool, which has one per core, and the
-  processes could fill their pools with different programs.
+  must compile in one order, but they may launch in any order. Their programs
+  are small, because JAX runs a small program on the thread that launches it. A
+  larger program occupies a thread of JAX's pool, which has one per core, and
+  the processes could fill their pools with different programs.
   """
   parts = []
   for i in range(4):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes two hosts of this one, joined by a cable, without being root.
+"""Makes two hosts, joined by a cable, out of this machine, without root.
 
-A host has network, name, processes and mounts of its own (namespaces(7)). It
-lives as long as its first process, which reads from a pipe of ours: however
-this process ends, the pipe closes, and the kernel ends all processes of the
-host and removes its network.
+A host is a set of network, host name, process and mount namespaces
+(namespaces(7)). A host lives as long as its first process, which reads from a
+pipe of this process. However this process ends, the pipe closes, and the kernel
+kills all processes of the host and removes its network.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _ADDRESS = "10.64.0.{}"
 
 
 class Host:
-  """A host with the address `address`, called host<number>."""
+  """A host with the address `address` and the name host<number>."""
 
   def __init__(self, number, beside=None):
-    """Makes a host; `beside` another one, they belong to one user."""
+    """Makes a host; both hosts share the user namespace of `beside`."""
     self.number, self.address = number, _ADDRESS.format(number + 1)
     users = ["unshare", "-Ur"] if beside is None else beside.enter("-U")
     new = ["unshare", "-nupmf", "--kill-child", "sh", "-c"]
@@ -43,21 +43,21 @@ class Host:
     children = pathlib.Path(f"/proc/{unshare}/task/{unshare}/children")
     self._pid = int(children.read_text())
 
-  def enter(self, *what):
-    """Returns the words before a command that enters these namespaces."""
-    return ["nsenter", "-t", str(self._pid), *what, "--preserve-credentials"]
+  def enter(self, *flags):
+    """Returns the prefix of a command that runs in the flagged namespaces."""
+    return ["nsenter", "-t", str(self._pid), *flags, "--preserve-credentials"]
 
   def start(self, argv, **options):
-    """Starts a process there, in the current folder."""
+    """Starts a process on this host, in the current folder."""
     inside = self.enter("-U", "-n", "-u", "-p", "-m", f"--wd={os.getcwd()}")
     return subprocess.Popen([*inside, *argv], **options)
 
   def ip(self, *words):
-    """Runs ip(8) there."""
+    """Runs ip(8) on this host."""
     subprocess.run([*self.enter("-U", "-n"), "ip", *words], check=True)
 
   def plug_in(self, other):
-    """Lays a cable to another host."""
+    """Connects this host and another one with a cable."""
     ends = ["cable", "type", "veth", "peer", "cable", "netns"]
     self.ip("link", "add", *ends, str(other._pid))
     for host in (self, other):
@@ -68,14 +68,14 @@ class Host:
     self.ip("link", "set", "cable", "down")
 
   def close(self):
-    """Ends the host with all that runs there."""
+    """Stops the host and kills its processes."""
     self._first.stdin.close()
     self._first.wait()
 
 
 @contextlib.contextmanager
 def two_hosts():
-  """Yields two hosts; skips the test where they cannot be made."""
+  """Yields two hosts; skips the test if this machine cannot make them."""
   with contextlib.ExitStack() as stack:
     one = stack.enter_context(contextlib.closing(Host(0)))
     two = stack.enter_context(contextlib.closing(Host(1, beside=one)))

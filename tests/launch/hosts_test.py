@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job runs on two hosts, which start and end together."""
+"""A job runs on two hosts, whose launchers start and end together."""
 
 from concurrent import futures
 import socket
@@ -10,6 +10,7 @@ from hosts import two_hosts
 import pytest
 
 from ep import launch
+from ep.launch import _command as command
 import programs
 
 _PROGRAM = """
@@ -34,7 +35,7 @@ while True:
 
 
 class Job:
-  """Holds what each host's launcher wrote, and how long both took to end."""
+  """A job on two hosts: its logs, exit codes and time from failure to end."""
 
   def __init__(self, folder):
     program = folder / "program.py"
@@ -71,26 +72,26 @@ class Job:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-  """Runs a job until someone pulls the cable in the middle of a step."""
+  """Runs a job, and pulls the cable in the middle of a step."""
   return Job(tmp_path_factory.mktemp("job"))
 
 
-def test_the_backend_is_xla_and_host_says_why_not(job):
+def test_the_default_backend_is_xla_and_host_says_why_not(job):
   for output, (me, other) in zip(job.outputs, [(0, 1), (1, 0)], strict=True):
     assert "picked xla\n" in output
     assert f"processes {me} and {other} run on different hosts" in output
     assert "refused ep_bootstrap: " in output
 
 
-def test_all_ranks_exchange_rows_with_all(job):
-  """Each compares with the oracle, bit for bit, before the cable is pulled."""
+def test_ranks_of_both_hosts_exchange_rows(job):
+  """Each rank compares a step with the oracle before the cable is pulled."""
   for rank in range(2):
     log = job.logs[rank] / f"rank_{rank}.log"
     assert "stepped" in log.read_text()
 
 
 def test_a_pulled_cable_is_an_error_on_both_sides(job):
-  """In the middle of a step, each side names the other host."""
+  """Each launcher names the other host."""
   assert job.codes == [1, 1]
   assert "host 1 (10.64.0.2) is out of reach" in job.outputs[0]
   assert "host 0 (10.64.0.1) is out of reach" in job.outputs[1]
@@ -98,9 +99,9 @@ def test_a_pulled_cable_is_an_error_on_both_sides(job):
 
 
 def launch_on(*hosts, argv=("-m", "this"), **options):
-  """Launches a job on hosts that share this machine, each with options.
+  """Launches a job on hosts that share this machine; `hosts` has their options.
 
-  Returns the exit code of each launcher, or its error, and the coordinator.
+  Returns the exit code of each launcher, or its error, and the port.
   """
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
@@ -143,28 +144,25 @@ def test_hosts_that_do_not_fit_say_so(tmp_path, first, second, says):
 
 
 def test_two_hosts_with_one_number_say_so(tmp_path):
-  """Host 0 waits for two others; two launchers of one host come."""
+  """Host 0 waits for two hosts, but two launchers come as host 1."""
   one = {"host_id": 1}
   ends, _ = launch_on({}, one, one, num_hosts=3, log_dir=tmp_path)
   for end in ends:
     assert "both started with --host_id=1" in end
 
 
-def test_a_host_alone_says_who_is_missing(tmp_path, monkeypatch, capsys):
-  """Host 1 says it here, and host 0 above."""
+def test_a_host_alone_names_the_missing_host(tmp_path, capsys):
   flags = ["--num_processes=1", "--num_hosts=2", "--host_id=1"]
   flags += ["--coordinator=127.0.0.1:1", "--join_timeout=1"]
-  argv = ["launch", f"--log_dir={tmp_path}", *flags, "-m", "this"]
-  monkeypatch.setattr(sys, "argv", argv)
   with pytest.raises(SystemExit) as end:
-    launch.main()
+    command.main([f"--log_dir={tmp_path}", *flags, "-m", "this"])
   assert end.value.code == 1
   says = "ep.launch: host 0 did not come to 127.0.0.1, port 1, within 1 s"
   assert says in capsys.readouterr().err
 
 
-def test_a_failure_ends_both_hosts(tmp_path, capsys):
-  """Ranks are counted over the hosts: host 1 has the ranks 2 and 3."""
+def test_a_failure_stops_both_hosts(tmp_path, capsys):
+  """Ranks are numbered across hosts: host 1 has ranks 2 and 3."""
   program = """
 import os, sys, time
 if os.environ["JAX_PROCESS_ID"] == "3":
@@ -179,8 +177,8 @@ time.sleep(600)
   assert "ep.launch: rank 3 failed with exit code 7" in output
 
 
-def test_a_rank_that_another_host_waits_for_ends_both(tmp_path, capsys):
-  """Rank 0 waits for rank 1, which ends well before it joins."""
+def test_a_rank_that_never_joins_stops_both_hosts(tmp_path, capsys):
+  """Rank 0 waits for rank 1, which exits with code 0 before it joins."""
   program = """
 import os, time
 if os.environ["JAX_PROCESS_ID"] == "0":

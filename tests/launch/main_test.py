@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m ep check` says what runs here, and what to do about the rest."""
+"""`python -m ep check` says which backends run here, and how to get others."""
 
 import os
 import re
@@ -13,20 +13,15 @@ from ep.__main__ import main
 import programs
 
 
-@pytest.fixture
-def run(capsys):
-  """Returns a function that runs the check, and returns code and output."""
-
-  def check():
-    return main(["check"]), capsys.readouterr().out
-
-  return check
+def check(capsys):
+  """Runs the check, and returns its exit code and its output."""
+  return main(["check"]), capsys.readouterr().out
 
 
-def test_a_library_that_is_not_there(run, tmp_path, monkeypatch):
-  """The others are still tried, and there is a cure."""
+def test_a_missing_library(capsys, tmp_path, monkeypatch):
+  """The check still tries the other backends, and names a cure."""
   monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(tmp_path))
-  code, output = run()
+  code, output = check(capsys)
   assert code == 1, output
   assert "host (the default) cannot run: libep_ffi_cpu.so was not" in output
   assert "install a wheel of jax-ep" in output
@@ -34,14 +29,14 @@ def test_a_library_that_is_not_there(run, tmp_path, monkeypatch):
   assert "WARNING" not in output
 
 
-def test_the_default_backend_runs(run, tmp_path, monkeypatch):
-  """It names versions and files, and a stranger of the same name."""
-  stranger = tmp_path / "ep-0.2.4.dist-info"
-  stranger.mkdir()
-  (stranger / "METADATA").write_text("Name: ep\nVersion: 0.2.4\n")
-  (stranger / "top_level.txt").write_text("ep\n")
+def test_the_default_backend_runs(capsys, tmp_path, monkeypatch):
+  """The check prints versions and files, and warns of another package ep."""
+  other = tmp_path / "ep-0.2.4.dist-info"
+  other.mkdir()
+  (other / "METADATA").write_text("Name: ep\nVersion: 0.2.4\n")
+  (other / "top_level.txt").write_text("ep\n")
   monkeypatch.syspath_prepend(tmp_path)
-  code, output = run()
+  code, output = check(capsys)
   assert code == 0, output
   assert f"ep {ep.__version__} in {os.path.dirname(ep.__file__)}\n" in output
   assert f"jax {jax.__version__}," in output
@@ -52,11 +47,11 @@ def test_the_default_backend_runs(run, tmp_path, monkeypatch):
 
 
 def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
-  """Its first file is a stranger's."""
+  """Another package has replaced the first file of ep."""
   shutil.copytree(os.path.dirname(ep.__file__), tmp_path / "ep")
   (tmp_path / "ep/__init__.py").write_text('__version__ = "0.2.4"')
   monkeypatch.syspath_prepend(tmp_path)
-  code, output = programs.run("-m", "ep", "check")
+  code, output = programs.run("-P", "-m", "ep", "check")
   assert code == 1, output
   assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
 
@@ -65,7 +60,7 @@ def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
   "command", ["", " check", " explain", " launch", " plan", " stuck"]
 )
 def test_each_command_explains_itself(command, capsys):
-  """It knows --help, and refuses an option that it does not know."""
+  """Each command has --help, and refuses unknown options."""
   for option, code in ("--help", 0), ("--nope", 2):
     with pytest.raises(SystemExit) as end:
       main([*command.split(), option])

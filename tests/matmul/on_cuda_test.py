@@ -126,7 +126,6 @@ def test_an_exported_program_has_no_kernels():
 
 
 def test_the_loop_over_fewer_rows_than_a_tile():
-
   @jit_quickly
   def expand(sizes, rows, matrices):
     return by_static_tiles.expand(sizes, None, rows, [matrices], "zero")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config, a layer and a call of it say in a sentence what they refuse."""
+"""Configurations, layers and their calls refuse bad arguments with a reason."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ R = 4  # ranks
 PLAIN = ep.MoEConfig(H, 6, E, K, gated=False, activation=jax.nn.gelu)
 
 
-def test_a_bias_of_other_experts_than_the_load():
+def test_a_bias_and_a_load_of_different_shapes():
   with pytest.raises(ValueError, match=r"bias has shape \(3,\), but load \(4,"):
     ep.moe.State(jnp.zeros(3)).after(jnp.zeros(4))
 
@@ -30,20 +30,20 @@ def test_the_bias_rises_for_experts_below_the_mean_load():
 
 @pytest.mark.parametrize("experts", [7, 60, 384])
 @pytest.mark.parametrize("load", [0, 3, 1_000_003, 2**24 - 1, 2**26 + 8, 0.1])
-def test_equal_loads_move_no_bias(experts, load):
+def test_equal_loads_change_no_bias(experts, load):
   state = ep.moe.State(jnp.zeros(experts))
   after = jax.jit(ep.moe.State.after)(state, np.full(experts, load))
   np.testing.assert_array_equal(after.bias, state.bias)
 
 
 @pytest.mark.parametrize("experts", [7, 60, 384])
-def test_loads_beside_their_mean_are_told_from_it(experts):
-  """Sums of loads, and products with E, are not whole numbers of float32."""
+def test_loads_next_to_the_mean_move_the_bias(experts):
+  """float32 cannot represent the sum of these loads, nor E times a load."""
   rng = np.random.default_rng(experts)
   load = rng.integers(0, 2_000_000, (200, experts))
   mean = load.mean(axis=1).astype(int)
   load[:, 1:4] = mean[:, None] + [-1, 0, 1]
-  load[:, 0] += experts * mean - load.sum(axis=1)  # so that it is the mean
+  load[:, 0] += experts * mean - load.sum(axis=1)  # makes `mean` exact
   load = load[(load[:, 0] >= 0) & (load[:, 0] < 2**24)]
   assert len(load) > 20 and (load.sum(axis=1) == experts * load[:, 2]).all()
   state = ep.moe.State(jnp.zeros(load.shape))
@@ -52,7 +52,7 @@ def test_loads_beside_their_mean_are_told_from_it(experts):
   np.testing.assert_array_equal(after.bias, expected)
 
 
-def test_a_bias_that_would_lose_its_steps():
+def test_a_narrow_bias_is_refused():
   """In bfloat16, 100 steps of -0.001 from 0.5 end at 0.305."""
   state = ep.moe.State(jnp.full(E, 0.5, jnp.bfloat16))
   with pytest.raises(TypeError, match="bias is bfloat16, but float32 is exp"):
@@ -77,15 +77,18 @@ def test_a_bias_that_would_lose_its_steps():
     (dict(jitter=np.nan), "jitter = nan"),
     (dict(capacity_factor=np.inf), "capacity_factor = inf"),
     (dict(name="moe\0"), r"name = 'moe\\x00'"),
+    (dict(wire="fp8"), "wire = 'fp8'"),
+    (dict(wire="mxfp8", hidden=48), "rows have 48 elements"),
+    (dict(wire="fp8_block128", hidden=64), "rows have 64 elements"),
   ],
 )
-def test_a_config_that_cannot_be(change, message):
+def test_bad_values_of_a_config(change, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(PLAIN, **{"name": "moe_3", **change})
 
 
-def test_ranks_that_hold_other_tokens_cannot_split_inner_sizes():
-  """Their outputs would be added, though they are those of other tokens."""
+def test_ranks_with_different_tokens_cannot_split_inner_sizes():
+  """The layer would add outputs of different tokens."""
   config = dataclasses.replace(PLAIN, tp_axis="dp")
   with pytest.raises(ValueError, match=r"splits tokens.*data_axes=\(\)"):
     ep.MoE(config, group("dp2_ep2"))
@@ -109,7 +112,7 @@ def test_a_copy_of_a_config_is_the_config():
     dict(capacity_factor="1.25"),
   ],
 )
-def test_a_field_of_another_type(change):
+def test_bad_types_of_a_config(change):
   (name,) = change
   with pytest.raises(TypeError, match=f"MoEConfig.*: {name} = .* is expected"):
     dataclasses.replace(PLAIN, **change)
@@ -149,7 +152,7 @@ def test_parameters_are_floats(dtype):
     ),
   ],
 )
-def test_arguments_that_do_not_fit(change, message):
+def test_bad_arguments_of_a_call(change, message):
   mesh_group = group("ep4")
   params = draw_params(PLAIN, np.zeros)
   args = dict(params=params, x=np.zeros((R, H), np.float32))

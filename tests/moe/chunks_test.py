@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that send tokens in chunks give what one exchange gives.
+"""Layers that send tokens in chunks give the results of one exchange.
 
-`overflow="chunk"` gives what a capacity for any routing gives, and
-`token_chunks` the same in less memory. The numbers are whole and small, so that
-XLA rounds none, in whatever order it adds: all results have the same bits.
+`overflow="chunk"` gives the results of a capacity that fits any routing.
+`token_chunks` gives the same results in less memory. Most tests use small whole
+numbers: float32 adds them exactly in any order, so all results have the same
+bits.
 """
 
 import dataclasses
@@ -41,14 +42,14 @@ TANH = ep.MoEConfig(
   H, 6, E, K, activation=jnp.tanh, gated=False, shared_inner=3
 )
 
-# Rows of capacities that need 3 and 2 chunks of the tokens of a rank.
+# Capacities, in rows, with which a rank needs 3 chunks and 2 chunks.
 CAPACITIES = {"ep4": 16, "dp2_ep2": 24}
 
 
 def make_layers(mesh, **options):
-  """Returns a layer that may send chunks, and one that never needs to.
+  """Returns a layer that may send chunks, and a layer that never needs to.
 
-  The other is on one domain always, so that XLA compiles it once.
+  The second layer always has one EP domain, so XLA compiles it once.
   """
   rows = CAPACITIES[mesh]
   return (
@@ -58,10 +59,10 @@ def make_layers(mesh, **options):
 
 
 def make_routings(mesh):
-  """Returns a routing for which no domain needs chunks, one, and all.
+  """Returns routings for which no domain, some and all domains need chunks.
 
-  The last has a token without choices. With "dp2_ep2", the second domain alone
-  needs chunks for the second routing.
+  For the second routing, only the second domain of "dp2_ep2" needs chunks. In
+  the third routing, one token has no choices.
   """
   tokens = np.arange(4 * T)[:, None]
   even = (tokens * K + np.arange(K)) % E
@@ -104,28 +105,28 @@ run = functools.partial(run_moe_step, activation=jax.nn.relu)
   "mesh, view, alignment",
   [("dp2_ep2", "global", 4), ("ep4", "local_unchecked", 1)],
 )
-def test_results_are_those_of_a_capacity_for_any_routing(mesh, view, alignment):
-  chunked, roomy = make_layers(mesh, alignment=alignment)
+def test_chunks_equal_a_capacity_that_fits_any_routing(mesh, view, alignment):
+  chunked, plain = make_layers(mesh, alignment=alignment)
   branches = []
   for topk_idx in make_routings(mesh):
     case = Case(chunked, topk_idx, whole=True)
     branches.append(needs_chunks(case))
     arrays = arrays_and_cotangent(case)
-    assert_same_bits(run(chunked, *arrays, view=view), run(roomy, *arrays))
+    assert_same_bits(run(chunked, *arrays, view=view), run(plain, *arrays))
   assert not branches[0].any() and branches[2].all()
   assert (branches[1].any() and not branches[1].all()) or mesh == "ep4"
 
 
 def needs_chunks(case):
-  """Returns for each rank whether its domain needs chunks."""
+  """Returns, for each rank, whether its domain needs chunks."""
   rows = np.asarray(case.oracle.sizes().max_recv_tokens)
   return rows > case.layer.capacity
 
 
 def test_layers_of_a_model_in_a_scan():
-  """A scan of whole layers gives what roomy ones do, and drops nothing."""
+  """In a scan, one layer needs chunks, one does not, and none drops."""
   config = ep.MoEConfig(H, F, E, K, capacity_factor=1.5)
-  chunked, roomy = (
+  chunked, plain = (
     ep.MoE(dataclasses.replace(config, **options), group("ep4"))
     for options in (dict(overflow="chunk"), dict(capacity_factor=None))
   )
@@ -133,7 +134,7 @@ def test_layers_of_a_model_in_a_scan():
   params = draw_params(config, lambda shape: rng.normal(size=(2, *shape)) / 3)
   # The router of the second layer prefers the experts of one rank.
   params["router"][1, :, :K] += 9
-  mesh, specs = roomy.group.mesh, roomy.specs(lead=1)
+  mesh, specs = plain.group.mesh, plain.specs(lead=1)
   params = {n: to_global(p, mesh, specs[n]) for n, p in params.items()}
   x = np.abs(rng.normal(size=(4 * T, H)))
   x = to_global(x.astype(np.float32), mesh, PartitionSpec("ep"))
@@ -153,7 +154,7 @@ def test_layers_of_a_model_in_a_scan():
     )
     return whole(((y, grads), metrics))
 
-  (got, metrics), (expected, _) = of_layers(chunked), of_layers(roomy)
+  (got, metrics), (expected, _) = of_layers(chunked), of_layers(plain)
   rows = metrics.max_rank_rows
   assert rows[0] <= chunked.ep_layer.capacity < rows[1]
   assert not metrics.dropped.any()
@@ -161,14 +162,14 @@ def test_layers_of_a_model_in_a_scan():
 
 
 def test_eager_calls_and_their_handle():
-  """The handle is that of one exchange of all tokens, which drops rows."""
-  chunked, roomy = make_layers("ep4")
+  """The returned handle describes one exchange, which would drop rows."""
+  chunked, plain = make_layers("ep4")
   case = Case(chunked, make_routings("ep4")[1], whole=True)
   topk_idx, tokens, weights, matrices, _ = arrays = arrays_and_cotangent(case)
   out, handle = moe_layer(
     chunked, tokens, topk_idx, weights, **matrices, return_handle=True
   )
-  assert_same_bits(whole(out), run(roomy, *arrays)[0])
+  assert_same_bits(whole(out), run(plain, *arrays)[0])
   assert handle.layer == chunked
   assert handle.max_recv_tokens[0, 0] > chunked.capacity
   assert np.asarray(handle.dropped_counts).any()
@@ -198,7 +199,7 @@ def test_gradients_of_gradients():
   factors *= np.einsum("th,ehf->tef", tokens, gates) > 0
 
   def hessian_times(x):
-    """Returns the form's matrix times x, which of tokens is the gradient."""
+    """Returns the Hessian times x; with x = tokens, this is the gradient."""
     return sum(
       np.einsum("tef,th,ehf,egf->tg", factors, x, a, b)
       for a, b in [(gates, ups), (ups, gates)]
@@ -209,21 +210,21 @@ def test_gradients_of_gradients():
   assert_close(whole(got), (hessian_times(hessian_times(tokens)),), 1e-5, 1e-5)
 
 
-def test_memory_is_that_of_the_capacity():
-  """The program has no array of the rows that any routing may need."""
-  chunked, roomy = make_layers("ep4")
+def test_memory_follows_the_capacity():
+  """The program has no array with rows for the worst case."""
+  chunked, plain = make_layers("ep4")
   case = Case(chunked, make_routings("ep4")[1], whole=True)
   arrays = put_moe(chunked, *arrays_and_cotangent(case))
   shapes = []
-  for config in (chunked, roomy):
+  for config in (chunked, plain):
     text = moe_step_of(config, activation=jax.nn.relu).lower(*arrays).as_text()
     found = re.findall(rf"tensor<(\d+)x(?:{H}|{F})xf32>", text)
     shapes.append(set(map(int, found)))
-  assert chunked.capacity in shapes[0] and roomy.capacity not in shapes[0]
-  assert roomy.capacity in shapes[1]
+  assert chunked.capacity in shapes[0] and plain.capacity not in shapes[0]
+  assert plain.capacity in shapes[1]
 
 
-def test_what_chunks_cannot_do():
+def test_chunks_refuse():
   chunked, _ = make_layers("ep4", name="moe_3")
   case = Case(chunked, make_routings("ep4")[1], whole=True)
   tokens, weights, matrices = make_arrays(case)
@@ -239,8 +240,6 @@ def test_what_chunks_cannot_do():
   with pytest.raises(ValueError, match=closes):
     jax.grad(lambda slope: call(activation=lambda x: slope * x))(1.0)
 
-
-def test_a_deterministic_layer_has_no_chunks():
   config = ep.MoEConfig(
     H, F, E, K, deterministic=True, capacity_factor=1.0, overflow="chunk"
   )
@@ -250,8 +249,8 @@ def test_a_deterministic_layer_has_no_chunks():
     layer(draw_params(config, np.zeros), many)
 
 
-def test_forward_mode_is_refused_in_a_sentence():
-  """JAX would say that it cannot differentiate a `custom_vjp`."""
+def test_forward_mode_is_refused():
+  """The error explains itself; JAX's own error only names `custom_vjp`."""
   case = Case(make_layers("ep4")[0], whole=True)
   tokens, weights, matrices = make_arrays(case)
 
@@ -265,16 +264,14 @@ def test_forward_mode_is_refused_in_a_sentence():
     _, linear = jax.linearize(of_tokens, tokens)
     return linear(tokens)
 
-  for call in jax.jit(jvp), jax.jit(linearize), jvp, linearize:
-    with pytest.raises(
-      TypeError,
-      match='overflow="chunk" .layer "moe".: the layer has reverse mode alone',
-    ):
+  words = 'overflow="chunk" .layer "moe".: the layer has reverse mode alone'
+  for call in jax.jit(jvp), jax.jit(linearize), jvp:
+    with pytest.raises(TypeError, match=words):
       call(tokens)
 
 
 def moe_arrays(config, *lead):
-  """Returns whole parameters and tokens, which are small whole numbers."""
+  """Draws parameters and tokens of small whole numbers."""
   rng = np.random.default_rng(0)
   params = draw_params(config, lambda shape: rng.integers(-1, 2, shape))
   x = rng.integers(-1, 2, (R * lead[0], *lead[1:], config.hidden))
@@ -282,7 +279,7 @@ def moe_arrays(config, *lead):
 
 
 def test_each_chunk_has_its_own_capacity():
-  """Drops are those of a layer that gets each chunk by itself."""
+  """The layer drops as many rows as a layer that gets each chunk alone."""
   config = dataclasses.replace(TANH, overflow="drop", shared_inner=0)
   mesh_group = group(
     "dp2_ep2", recv_capacity_per_rank=11, max_tokens_per_rank=8
@@ -304,8 +301,8 @@ def test_each_chunk_has_its_own_capacity():
 
 
 @has_no_limits
-def test_a_rank_has_room_for_a_chunk():
-  """XLA's own figure of a step with gradients falls, and the capacity."""
+def test_token_chunks_need_less_memory():
+  """XLA's memory analysis of a step with gradients shows it."""
   config = ep.MoEConfig(hidden=64, inner=64, num_experts=E, top_k=K)
   limited, unlimited = (
     group("ep4", max_tokens_per_rank=limit, hidden_dim=64)
@@ -315,8 +312,8 @@ def test_a_rank_has_room_for_a_chunk():
   peaks = []
   for num in 1, 8:
     in_chunks = dataclasses.replace(config, token_chunks=num)
-    for here in limited, unlimited:
-      layer = ep.MoE(in_chunks, here)
+    for mesh_group in limited, unlimited:
+      layer = ep.MoE(in_chunks, mesh_group)
       assert layer.ep_layer.capacity_for(64 // num) == 64 * 2 * R // num
     args = *put(layer, params, x, x), None, None
     compiled = step_of(layer).lower(*args).compile()
@@ -329,7 +326,7 @@ def test_a_rank_has_room_for_a_chunk():
   [dict(token_chunks=9), dict(overflow="chunk", capacity_factor=0.44)],
 )
 def test_gradients_of_matrices_are_added_in_float32(options):
-  """A sum in bfloat16 would lose what is added to 256."""
+  """A sum in bfloat16 would lose each 1 that is added to 256."""
   config = ep.MoEConfig(
     H, 6, E, 1, gated=False, activation=jax.nn.relu, score="sigmoid", scale=2.0
   )
@@ -344,44 +341,32 @@ def test_gradients_of_matrices_are_added_in_float32(options):
   assert (grads["w_down"][0, 0] == 264).all()
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def transformed(layer, params, x):
-  """Returns derivatives in both modes, and the output in several ways."""
-
-  def output(x):
-    return layer(params, x)[0]
-
-  def loss(x):
-    y = output(x)
-    return (y * y).sum(), y
-
-  grad = jax.grad(loss, has_aux=True)
-  derivatives = jax.jvp(grad, (x,), (jnp.ones_like(x),))
-  if layer.config.token_chunks == 1:
-    return derivatives
-  of_layers = jax.lax.scan(lambda x, _: (output(x), ()), x, length=2)[0]
-  return derivatives, jax.vmap(output)(x), of_layers
-
-
 def test_transformations_of_token_chunks():
-  """vmap, scan over layers, and derivatives in both modes are the same."""
+  """vmap and derivatives of gradients agree with the layer without chunks."""
   params, x = moe_arrays(TANH, 2, 2)
 
-  def run(x, num):
+  def run(num):
     config = dataclasses.replace(TANH, token_chunks=num)
     layer = ep.MoE(config, group("ep4"))
-    return whole(transformed(layer, *put(layer, params, x)))
 
-  derivatives = run(x, num=1)
-  (_, y), _ = derivatives
-  (_, two_layers), _ = run(y, num=1)
-  results = run(x, num=3), (derivatives, y, two_layers)
-  for got, expected in zip(*map(jax.tree.leaves, results), strict=True):
+    def output(params, x):
+      return layer(params, x)[0]
+
+    def both(params, x):
+      grad = jax.grad(lambda x: (output(params, x) ** 2).sum())
+      mapped = jax.vmap(output, (None, 0)) if num > 1 else output
+      return mapped(params, x), jax.jvp(grad, (x,), (jnp.ones_like(x),))
+
+    return whole(jax.jit(both)(*put(layer, params, x)))
+
+  for got, expected in zip(
+    *map(jax.tree.leaves, (run(3), run(1))), strict=True
+  ):
     tolerance = 1e-5 * np.abs(expected).max()
     np.testing.assert_allclose(got, expected, 1e-5, tolerance)
 
 
-def test_what_token_chunks_cannot_do():
+def test_token_chunks_refuse():
   with pytest.raises(ValueError, match="token_chunks = 0, but it must be at"):
     dataclasses.replace(TANH, token_chunks=0)
   with pytest.raises(ValueError, match="token_chunks = 2, but deterministic"):

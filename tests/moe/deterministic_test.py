@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deterministic layers train alike on every split of the ranks into axes.
-
-They do in both views, too.
-"""
+"""Deterministic layers train with the same bits on any mesh, in both views."""
 
 import functools
 
@@ -19,8 +16,7 @@ from groups import E, group, H, K, of_one_process, with_values
 from layer_steps import draw_params
 import quick_compiler
 
-# Programs that should round alike are compiled with one of the quick flags at
-# most; see quick_compiler.py.
+# Programs round alike only with at most one of the flags of quick_compiler.py.
 QUICK_AND_ALIKE = quick_compiler.OPTIMIZED | {
   "xla_backend_optimization_level": 0
 }
@@ -31,11 +27,7 @@ CONFIG = ep.MoEConfig(H, 6, E, K, shared_inner=3, deterministic=True)
 
 
 def train(layout, view, dtype, compiler_options):
-  """Trains by plain gradient descent.
-
-  Returns:
-    The bits of the losses, and the parameters after the last step.
-  """
+  """Trains by gradient descent; returns all losses and the last parameters."""
   mesh_group = group(layout, max_tokens_per_rank=None)
   mesh, axes = mesh_group.mesh, mesh_group.token_axes
   layer = ep.MoE(CONFIG, mesh_group)
@@ -86,10 +78,7 @@ def train(layout, view, dtype, compiler_options):
 
 
 def test_layouts_and_views_give_the_same_bits():
-  """In one process, programs are compiled as for users.
-
-  With several, activations are narrower than parameters.
-  """
+  """One process compiles as users do; several have bfloat16 activations."""
   one = jax.process_count() == 1
   dtype, options = (
     (jnp.float32, None) if one else (jnp.bfloat16, QUICK_AND_ALIKE)
@@ -106,7 +95,7 @@ def test_layouts_and_views_give_the_same_bits():
 
 @of_one_process
 def test_a_checkpoint_exchanges_no_counts_again():
-  """How many rows a rank has of each other one belongs to the routing."""
+  """The backward pass reuses the row counts that ranks exchanged."""
   mesh_group = group("ep4")
   layer = ep.MoE(CONFIG, mesh_group)
   params = draw_params(CONFIG, np.zeros)
@@ -128,7 +117,7 @@ def test_nccl_is_refused():
 @pytest.mark.parametrize("name", ["router", "w_up", "shared_down"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_parameters_are_refused(name, dtype):
-  """Their gradients would be rounded before they are added."""
+  """JAX would round their gradients before it adds them."""
   layer, params = ep.MoE(CONFIG, group()), draw_params(CONFIG, np.zeros)
   params[name] = params[name].astype(dtype)
   words = rf"params\['{name}'\] is {dtype}, but deterministic = True .* float32"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.MoE, its metrics and its gradients are those of a dense layer.
+"""ep.MoE gives the outputs, metrics and gradients of a dense layer.
 
-The dense layer applies every expert to every token, in float64, and has the
-losses that losses_test compares with their formulas.
+The dense layer applies every expert to every token, in float64. It calls the
+losses of `ep`, which losses_test compares with their formulas.
 """
 
 import dataclasses
@@ -25,14 +25,8 @@ from conftest import (
   to_global,
 )
 import ep
-from groups import BACKEND, bootstrap, E, group, H, K, of_one_process, T
-from layer_steps import (
-  draw_params,
-  in_slots,
-  put,
-  run_forward,
-  whole,
-)
+from groups import BACKEND, E, group, H, K, of_one_process, T
+from layer_steps import draw_params, in_slots, put, run_forward, whole
 import quick_compiler
 
 F, S = 6, 4  # inner sizes of an expert and of a shared one
@@ -73,7 +67,6 @@ SPLIT = dataclasses.replace(SHARED, fsdp_axis="dp")
 
 @functools.cache
 def make_params(config):
-  """Draws parameters, as numpy arrays."""
   rng = np.random.default_rng(1)
   return draw_params(config, lambda shape: 0.3 * rng.normal(size=shape))
 
@@ -84,7 +77,7 @@ def tokens(*lead, hidden=H):
 
 
 def dense(config, params, x, bias=None, mask=None):
-  """Returns the layer's output and metrics; all arrays are whole."""
+  """Returns the layer's output and metrics, computed by dense products."""
   logits = x @ params["router"] + params.get("router_bias", 0)
   scores = {
     "softmax": jax.nn.softmax,
@@ -141,7 +134,7 @@ def dense(config, params, x, bias=None, mask=None):
 
 
 def with_grads(fn):
-  """Returns output, metrics, and gradients of a loss of them all."""
+  """Returns output, metrics, and gradients of a loss of all of them."""
 
   def loss(params, x, *others):
     y, metrics = fn(params, x, *others)
@@ -160,7 +153,7 @@ def with_grads(fn):
 
 
 def local_view(layer):
-  """Returns `apply` to parameters and tokens, as of one rank, of whole ones."""
+  """Returns a function that calls the layer inside `shard_map`."""
   ranks = PartitionSpec(layer.group.token_axes)
 
   def call(params, x, mask=None):
@@ -180,9 +173,9 @@ def oracle(config):
 
 
 def expected_of(config, params, x, bias=None, mask=None):
-  """Returns what `with_grads` does of the dense layer.
+  """Returns the results of `with_grads` for the dense layer.
 
-  Layers that compute the same share its program.
+  The replaced options change no result, so these layers share a program.
   """
   config = dataclasses.replace(
     config,
@@ -215,7 +208,7 @@ def assert_close(got, expected, tol=2e-5):
     pytest.param(INPUT, "dp2_ep2", True, id="weighted_inputs"),
   ],
 )
-def test_output_metrics_and_gradients_are_those_of_the_dense_layer(
+def test_output_metrics_and_gradients_equal_the_dense_layer(
   config, mesh, biased
 ):
   layer, params = ep.MoE(config, group(mesh)), make_params(config)
@@ -228,11 +221,10 @@ def test_output_metrics_and_gradients_are_those_of_the_dense_layer(
 
 
 @of_one_process
-@pytest.mark.parametrize("config, mesh", [(SHARED, "ep4"), (EARLY, "dp2_ep2")])
-def test_all_metrics_cost_one_sum_over_ranks(config, mesh):
-  """Nothing, if a program does not use them."""
-  layer = ep.MoE(config, group(mesh))
-  args = put(layer, make_params(config), tokens(R, T, hidden=config.hidden))
+def test_all_metrics_cost_one_sum_over_ranks():
+  """XLA removes the sum from a program that uses no metric."""
+  layer = ep.MoE(EARLY, group("dp2_ep2"))
+  args = put(layer, make_params(EARLY), tokens(R, T))
 
   def num_sums(program):
     hlo = jit_quickly(program).lower(*args).compile().as_text()
@@ -255,7 +247,7 @@ def test_bfloat16_tokens_of_float32_parameters():
 
 @of_one_process
 def test_masked_tokens_visit_no_expert_and_do_not_count():
-  """A NaN or an infinity in masked tokens reaches no other value."""
+  """No NaN or infinity of a masked token reaches another value."""
   config = dataclasses.replace(BIASED, deterministic=DETERMINISTIC)
   layer = ep.MoE(config, group("dp2_ep2"))
   params, x = make_params(config), tokens(R, T)
@@ -271,10 +263,10 @@ def test_masked_tokens_visit_no_expert_and_do_not_count():
 
 
 @of_one_process
-def test_gradients_of_each_example_are_its_own():
-  """`vmap(grad)` makes one exchange per example, and so sums nothing.
+def test_vmap_of_grad_gives_the_gradients_of_each_example():
+  """`vmap(grad)` makes one exchange per example, so it sums no gradients.
 
-  Examples may have matrices of their own and share others.
+  Each example here has a separate `w_up`, and the examples share the rest.
   """
   config = dataclasses.replace(PLAIN, deterministic=DETERMINISTIC)
   layer, params = ep.MoE(config, group("ep4")), make_params(config)
@@ -302,8 +294,8 @@ def test_gradients_of_each_example_are_its_own():
 
 
 @of_one_process
-def test_tangents_are_those_of_the_dense_layer():
-  """Those of masked tokens, which are NaN, are zero."""
+def test_tangents_equal_the_dense_layer():
+  """Masked tokens, here NaN, have zero tangents."""
   layer = ep.MoE(SHARED, group("dp2_ep2"))
   params, x = make_params(SHARED), tokens(R * T, hidden=SHARED.hidden)
   mask = np.arange(R * T) % 3 > 0
@@ -329,7 +321,7 @@ def test_tangents_are_those_of_the_dense_layer():
 
 
 @of_one_process
-def test_a_choice_can_be_forced_and_logits_be_noisy():
+def test_forced_choices_and_jitter():
   config = dataclasses.replace(PLAIN, jitter=0.3, num_groups=4, top_groups=2)
   layer, params = ep.MoE(config, group("ep4")), make_params(config)
   idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
@@ -361,8 +353,8 @@ def test_any_batch_is_padded_when_asked():
 
 
 @of_one_process
-def test_a_tight_capacity_drops_and_tells():
-  """Without a limit of tokens it follows those of the call."""
+def test_a_tight_capacity_drops_and_counts_the_drops():
+  """Without `max_tokens_per_rank`, the capacity follows the call's tokens."""
   limit = T if GPU else None
   config = dataclasses.replace(PLAIN, capacity_factor=1.0, overflow="drop")
   layer = ep.MoE(config, group("ep4", max_tokens_per_rank=limit))
@@ -390,9 +382,9 @@ def test_a_tight_capacity_drops_and_tells():
 
 @of_one_process
 def test_vmap_over_examples_makes_one_exchange():
-  """Its gradients are those of the batch, and its bits those of one call.
+  """Results and gradients have the bits of one call with the whole batch.
 
-  Profilers see the parts of the layer by name.
+  Named scopes name the steps of the layer in profiles.
   """
   layer = ep.MoE(PLAIN, group("dp2_ep2"))
   args = put(layer, make_params(PLAIN), tokens(R, T))
@@ -417,23 +409,13 @@ def test_vmap_over_examples_makes_one_exchange():
     assert re.search(rf"[\"/]{scope}/", names)
 
 
-@of_one_process
-def test_tensor_parallel_experts_give_the_dense_layer():
-  """Inner sizes are split over an axis whose ranks hold the same tokens."""
-  mesh = make_mesh({"dp": 1, "ep": 2, "tp": 2})
-  config = dataclasses.replace(BIASED, tp_axis="tp")
-  params, x = make_params(config), tokens(R, T)
-  sizes = dict(max_tokens_per_rank=2 * T)
-  with bootstrap(mesh, data_axes=("dp",), **sizes) as mesh_group:
-    layer = ep.MoE(config, mesh_group)
-    got = jax.jit(with_grads(local_view(layer)))(*put(layer, params, x))
-    assert_close(got, expected_of(config, params, x))
+def test_a_tensor_parallel_layer_makes_its_group_and_parameters():
+  """The layer places parameters and state on the mesh that it is given.
 
-
-def test_a_layer_is_bound_to_a_mesh():
-  """It makes a group, and parameters and a state that are placed there."""
+  An axis whose ranks hold the same tokens splits the inner sizes of experts.
+  """
   mesh = make_mesh({"ep": 2, "tp": 2})
-  config = dataclasses.replace(SHARED, tp_axis="tp")
+  config = dataclasses.replace(BIASED, tp_axis="tp")
   options = dict(
     max_tokens_per_rank=2 * T, timeout_s=TIMEOUT_S, backend=BACKEND
   )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One program can use any number of layers and groups."""
+"""Layers and groups: several in one program, capacities, and values."""
 
 import dataclasses
 
@@ -48,15 +48,12 @@ def test_two_groups_do_not_alias():
 
 def test_groups_over_different_axes_of_one_mesh():
   mesh = make_mesh({"x": 2, "y": 2})
-  with (
-    bootstrap(mesh, axis_name="x") as x,
-    bootstrap(mesh, axis_name="y") as y,
-  ):
+  with bootstrap(mesh, axis_name="x") as x, bootstrap(mesh, axis_name="y") as y:
     check(claim(ep.EpLayerConfig(x)), claim(ep.EpLayerConfig(y)))
 
 
 def test_groups_over_halves_of_the_devices():
-  """Each process takes part in the groups that have a device of its own."""
+  """Each process joins the groups that contain one of its devices."""
   groups = []
   for devices in jax.devices()[:2], jax.devices()[2:]:
     mesh = Mesh(devices, ("ep",))
@@ -83,9 +80,10 @@ def test_a_layer_inherits_what_it_leaves_out():
     check_round_trip(config, "to_one_expert")
 
 
-@pytest.mark.parametrize("alignment", [1, 4, 128])
-@pytest.mark.parametrize("top_k", [1, 2, K])
-@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "dp4_ep1"])
+@pytest.mark.parametrize(
+  "mesh, top_k, alignment",
+  [("ep4", 1, 1), ("ep4", K, 4), ("dp2_ep2", 2, 128), ("dp4_ep1", K, 4)],
+)
 def test_the_default_capacity_is_the_worst_case(mesh, top_k, alignment):
   config = layer(mesh, top_k=top_k, alignment=alignment)
   local = E // config.ep_size
@@ -113,12 +111,12 @@ def test_without_a_limit_the_default_capacity_follows_the_tokens():
 
 @has_no_limits
 @of_one_process
-def test_a_capacity_factor_is_of_the_even_load():
-  """There is room for a slab of each expert, and no more than is needed."""
+def test_a_capacity_factor_multiplies_the_even_load():
+  """The capacity is at least a segment per expert, at most the worst case."""
   unlimited = group("dp2_ep2", max_tokens_per_rank=None)
   config = ep.EpLayerConfig(unlimited, capacity_factor=1.25, alignment=4)
   assert config.capacity_for(8) == 32  # 1.25 * 8 * K, rounded up
-  assert config.capacity_for(1) == 16  # a slab for each of 4 experts
+  assert config.capacity_for(1) == 16  # a segment for each of 4 experts
   assert config.replace(capacity_factor=9.0).capacity_for(8) == 60
   rounded = config.replace(capacity_multiple=24)
   assert rounded.capacity_for(8) == 48
@@ -136,14 +134,16 @@ def test_a_capacity_factor_is_of_the_even_load():
     (dict(capacity_factor=0.0), "capacity_factor = 0.0, but it must be pos"),
     (dict(capacity_multiple=0), "capacity_multiple = 0, but"),
     (dict(name="a\nb"), "'a.*nb', but it must have no characters"),
+    (dict(drop_by="first"), "drop_by.*first.*weight.*fair"),
+    (dict(drop_by="fair", overflow="error"), 'drop_by.*overflow="drop"'),
   ],
 )
-def test_layers_that_cannot_be(options, message):
+def test_bad_options_of_a_layer(options, message):
   with pytest.raises(ValueError, match=message):
     layer(**options)
 
 
-def test_what_a_layer_and_its_group_print():
+def test_repr_of_a_layer_and_its_group():
   config = ep.EpLayerConfig(group("dp2_ep2"), alignment=4, name="moe_3")
   shown = repr(config)
   assert shown.startswith("EpLayerConfig(name='moe_3', group='ep")
@@ -173,7 +173,7 @@ def test_without_a_limit_tokens_are_counted_in_32_bits():
 
 @of_one_process
 def test_the_default_capacity_suffices_for_the_worst_case():
-  """The last rank can receive every token of every rank."""
+  """Here the last rank receives every token of every rank."""
   config = layer(top_k=2, alignment=4)
   to_last = np.tile(np.array([E - 1, E - 2], np.int32), (ranks(config) * T, 1))
   check_round_trip(config, to_last)
@@ -188,13 +188,13 @@ def test_configs_are_values():
 
 
 @pytest.mark.parametrize("bad", [-1, 2.5, True, "5"])
-def test_a_capacity_is_for_a_number_of_tokens(bad):
+def test_capacity_for_refuses(bad):
   with pytest.raises((TypeError, ValueError), match="capacity_for: num_tokens"):
     layer().capacity_for(bad)
 
 
-def test_a_replaced_layer_inherits_its_policy_anew():
-  """The policy of the group is lost in no `replace`."""
+def test_a_layer_inherits_the_drop_policy_of_its_group():
+  """`replace` keeps the group's policy, and also a policy that was stated."""
   fails = ep.EpLayerConfig(group(drop_by="fair"))
   drops = fails.replace(overflow="drop")
   chunks = fails.replace(overflow="chunk")
@@ -203,19 +203,14 @@ def test_a_replaced_layer_inherits_its_policy_anew():
   stated = ep.EpLayerConfig(fails.group, drop_by="slot")
   assert stated.replace(overflow="drop").drop_by == "slot"
   assert drops.fingerprint == drops.replace().fingerprint
+  other = group(drop_by="weight")
+  copied = ep.EpLayerConfig(other, overflow="drop", drop_by=drops.drop_by)
+  assert copied.drop_by == "fair"
 
 
-def test_a_group_and_a_layer_have_what_their_configuration_has():
+def test_a_group_and_a_layer_have_the_fields_of_their_configuration():
   for holder in (layer(), layer().group):
     for field in dataclasses.fields(holder.config):
       if field.name != "group":
         value = getattr(holder.config, field.name)
         assert getattr(holder, field.name) == value
-
-
-def test_a_policy_that_is_copied_to_another_group_is_stated():
-  drops = ep.EpLayerConfig(group(drop_by="weight"), overflow="drop")
-  other = ep.EpLayerConfig(
-    group(drop_by="fair"), overflow="drop", drop_by=drops.drop_by
-  )
-  assert other.drop_by == "weight"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of a router agree with their formulas, on one rank and on four."""
+"""The router's losses agree with their formulas, on one rank and on four."""
 
 import functools
 
@@ -16,27 +16,21 @@ import ep
 from router_cases import E, K, logits_of
 
 LOSSES = {
-  "load": lambda x, i, m, a=(): ep.load_balancing_loss(
-    x, i, mask=m, axis_name=a
+  "load": ep.load_balancing_loss,
+  "load_sigmoid": functools.partial(ep.load_balancing_loss, score="sigmoid"),
+  "load_sqrtsoftplus": functools.partial(
+    ep.load_balancing_loss, score="sqrtsoftplus"
   ),
-  "load_sigmoid": lambda x, i, m, a=(): ep.load_balancing_loss(
-    x, i, score="sigmoid", mask=m, axis_name=a
-  ),
-  "load_sqrtsoftplus": lambda x, i, m, a=(): ep.load_balancing_loss(
-    x, i, score="sqrtsoftplus", mask=m, axis_name=a
-  ),
-  "sequence": lambda x, i, m, a=(): ep.sequence_balancing_loss(
-    x, i, score="sigmoid", mask=m, axis_name=a
-  ),
-  "z": lambda x, i, m, a=(): ep.router_z_loss(x, mask=m, axis_name=a),
-  "entropy": lambda x, i, m, a=(): ep.router_entropy(x, mask=m, axis_name=a),
+  "sequence": functools.partial(ep.sequence_balancing_loss, score="sigmoid"),
+  "z": lambda logits, _, **options: ep.router_z_loss(logits, **options),
+  "entropy": lambda logits, _, **options: ep.router_entropy(logits, **options),
 }
 
 
 def batch():
   """Returns logits, choices and mask of 8 sequences, one of them empty.
 
-  What is masked has choices, and logits that are NaN or large.
+  Masked tokens have choices, and logits that are NaN or large.
   """
   logits = logits_of(8, 6)
   idx = np.argsort(-logits, axis=-1)[..., :K]
@@ -50,8 +44,9 @@ def batch():
 
 def all_with_gradients(logits, idx, mask, axis_name=()):
   """Returns the value of each loss, and its gradient."""
+  options = dict(mask=mask, axis_name=axis_name)
   return {
-    name: jax.value_and_grad(loss)(logits, idx, mask, axis_name)
+    name: jax.value_and_grad(loss)(logits, idx, **options)
     for name, loss in LOSSES.items()
   }
 
@@ -63,14 +58,14 @@ def _softmax(x):
 
 
 def _imbalance(scores, idx):
-  """Returns the formula of the papers for the tokens of one batch."""
+  """Computes the papers' formula for the tokens of one batch."""
   f = np.bincount(idx[idx >= 0], minlength=E)
   p = (scores / scores.sum(-1, keepdims=True)).mean(0)
   return E * np.sum(f / f.sum() * p)
 
 
 def _expected(logits, idx, mask):
-  """Returns each loss, computed from the tokens that count alone."""
+  """Computes each loss from the unmasked tokens only."""
   kept = np.float64(logits[mask])
   sigmoid = 1 / (1 + np.exp(-np.float64(logits)))
   soft = _softmax(kept)
@@ -95,7 +90,7 @@ def _whole():
 
 
 def test_padding_counts_for_nothing():
-  """Values are those of the other tokens alone; padding gets no gradient."""
+  """Padding changes no loss and gets no gradient."""
   logits, idx, mask = batch()
   expected = _expected(logits, idx, mask)
   for name, (value, gradient) in _whole().items():
@@ -108,8 +103,7 @@ def test_padding_counts_for_nothing():
   assert np.asarray(_whole()["load"][1]).sum((0, 1))[chosen.argmax()] > 0
 
 
-def test_gradients_are_those_of_the_tokens_alone():
-  """The kept tokens without any mask have the same losses and gradients."""
+def test_removed_padding_gives_the_same_losses_and_gradients():
   logits, idx, mask = batch()
   alone = jit_quickly(lambda x, i: all_with_gradients(x[None], i[None], None))(
     logits[mask], idx[mask]
@@ -139,20 +133,20 @@ def test_entropy_is_zero_for_one_expert_and_log_e_for_all():
 @pytest.mark.parametrize(
   "call, message",
   [
-    (lambda x, i: LOSSES["load"](x, i[1:], None), "must have the same tokens"),
-    (lambda x, i: LOSSES["z"](x, i, jnp.ones(3, bool)), r"shape \(2, 4\)"),
-    (lambda x, i: LOSSES["sequence"](x[0, 0], i[0, 0], None), "last two axes"),
+    (lambda x, i: ep.load_balancing_loss(x, i[1:]), "must have the same tok"),
+    (lambda x, _: ep.router_z_loss(x, mask=jnp.ones(3, bool)), r"\(2, 4\)"),
+    (lambda x, i: ep.sequence_balancing_loss(x[0, 0], i[0, 0]), "last two"),
     (lambda x, i: ep.load_balancing_loss(x, i, score="relu"), "one of"),
     (
       lambda x, i: ep.load_balancing_loss(x.astype(int), i),
       "logits are int32, but floats",
     ),
     (
-      lambda x, i: LOSSES["sequence"](x, i, jnp.ones((2, 4))),
+      lambda x, i: ep.sequence_balancing_loss(x, i, mask=jnp.ones((2, 4))),
       "mask is float32, but bools .*; pass mask != 0",
     ),
     (
-      lambda x, i: LOSSES["entropy"](x, i, jnp.ones((2, 4), int)),
+      lambda x, _: ep.router_entropy(x, mask=jnp.ones((2, 4), int)),
       "mask is int32",
     ),
   ],
@@ -162,24 +156,11 @@ def test_bad_arguments_are_named(call, message):
     call(jnp.zeros((2, 4, E)), jnp.zeros((2, 4, K), jnp.int32))
 
 
-@jit_quickly
-def _loss_of_best(logits):
-  return ep.load_balancing_loss(logits, jnp.argmax(logits, -1)[..., None])
-
-
-def test_load_balancing_loss_is_one_when_even_and_e_at_worst():
-  # Token t's best expert is t % E, so all are chosen equally often.
-  even, worst = np.eye(E) * 3.0, np.tile(np.eye(E)[2] * 50.0, (E, 1))
-  for logits, expected in [(even, 1.0), (worst, E)]:
-    loss = _loss_of_best(np.float32(logits))
-    np.testing.assert_allclose(loss, expected, 1e-6)
-
-
 def test_every_rank_has_the_value_and_gradient_of_the_whole_batch():
   mesh = make_mesh({"ep": 4})
 
   def ranks(logits, idx, mask):
-    # A value for each rank; with check_vma a replicated one would be checked.
+    # Each rank returns its value, so that the test sees every rank's.
     results = all_with_gradients(logits, idx, mask, "ep")
     return {
       name: (jax.lax.pcast(value, "ep", to="varying")[None], gradient)
@@ -199,8 +180,7 @@ def test_every_rank_has_the_value_and_gradient_of_the_whole_batch():
 @pytest.mark.parametrize(
   "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
 )
-def test_global_losses_only_sum(axis_type):
-  """In the global view nothing but the sums over ranks is communicated."""
+def test_losses_of_the_global_view_communicate_sums_only(axis_type):
   mesh = make_mesh({"dp": 2, "ep": 2}, (axis_type,) * 2)
   args = [to_global(x, mesh, P("dp", "ep")) for x in batch()]
   with jax.set_mesh(mesh):

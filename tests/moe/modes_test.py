@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops and layers, and their gradients, hold in the strict modes of JAX.
+"""Ops and layers, and their gradients, run in the strict modes of JAX.
 
 The modes are `jax_numpy_dtype_promotion=strict`, `jax_enable_x64`,
-`jax_debug_nans` and `jax_check_tracer_leaks`. In each, the results of a program
-have the dtypes that they have without it. Under the first two together, an
-array of a default dtype has 64 bits, and JAX adds it to none of a documented
-dtype.
+`jax_debug_nans` and `jax_check_tracer_leaks`. Each mode leaves the dtypes of
+the results as they are without it. Strict promotion with x64 finds arrays of
+default dtypes: those have 64 bits, and JAX refuses to add them to others.
 
-A program is a function of a rank's arrays, since JAX 0.10.2 finds a leak of its
-own in each gradient of a `shard_map` with a psum.
+A program is a function of one rank's arrays: JAX 0.10.2 itself leaks a tracer
+in the gradient of a `shard_map` with a psum.
 """
 
 import contextlib
@@ -22,6 +21,7 @@ import pytest
 
 import ep
 from groups import E, group, K, of_one_process, T
+from layer_steps import draw_params
 from op_functions import everything, Ops
 
 pytestmark = of_one_process
@@ -47,20 +47,23 @@ LAYERS = {
     dict(key=jax.random.key(0)),
   ),
   "shared": (
-    dict(shared_inner=INNER, score="sigmoid", num_groups=4, top_groups=2),
+    dict(
+      shared_inner=INNER,
+      score="sigmoid",
+      num_groups=4,
+      top_groups=2,
+      wire="mxfp8",
+    ),
     dict(state=ep.moe.State(np.zeros(E, np.float32)), mask=np.arange(T) > 1),
   ),
   "forced": (
-    dict(score="sqrtsoftplus", weigh="input"),
+    dict(score="sqrtsoftplus", weigh="input", fsdp_axis="dp"),
     dict(forced_idx=ids(T, K), placement=PLACEMENT),
   ),
-  "fsdp": (dict(fsdp_axis="dp"), {}),
-  "tp": (dict(tp_axis="dp", biases=True), {}),
-  "fair": (SHORT, {}),
+  "tp": (dict(tp_axis="dp", biases=True, **SHORT), {}),
   "chunk": (dict(capacity_factor=2.0, overflow="chunk"), {}),
   "token_chunks": (dict(token_chunks=2, **SHORT), {}),
   "copies": (dict(replica_slots=1), dict(placement=PLACEMENT)),
-  "mxfp8": (dict(wire="mxfp8"), {}),
   "deterministic": (dict(deterministic=True), {}),
 }
 
@@ -92,6 +95,7 @@ def of_layer(options, call):
   if config.tp_axis:
     sizes["data_axes"] = ()
   layer = ep.MoE(config, bound(**sizes))
+  params = draw_params(config, lambda shape: floats(*shape))
   dtype = jnp.float32 if config.deterministic else jnp.bfloat16
 
   def step(params, x):
@@ -110,7 +114,7 @@ def of_layer(options, call):
     step,
     arrays,
     (arrays, tokens, PartitionSpec()),
-    layer.init(jax.random.key(0), dtype),
+    {n: p.astype(dtype) for n, p in params.items()},
     floats(layer.group.num_token_ranks * T, HIDDEN),
   )
 
@@ -155,12 +159,7 @@ def of_function(fn, *arrays, backend=None):
 def routes(_, logits, scale, marks):
   mask = jnp.arange(T) > 1
   topk_idx, weights = ep.route_topk(
-    logits,
-    K,
-    scale=scale[0],
-    num_groups=4,
-    top_groups=3,
-    mask=mask,
+    logits, K, scale=scale[0], num_groups=4, top_groups=3, mask=mask
   )
   loss = ep.sequence_balancing_loss(logits, topk_idx, mask=mask)
   return topk_idx, weights, loss, ep.topk_from_map(marks, logits, K)
@@ -230,7 +229,7 @@ def test_programs(name):
   with strict(jax.checking_leaks()):
     lowered, expected = traced(step, args)
     lowered.lower()
-  # Checked mode writes NaNs after the last row, unless JAX looks for them.
+  # Checked mode writes NaNs into the tail, except under `jax_debug_nans`.
   with strict(jax.enable_x64(True)), jax.debug_nans(True), ep.checked():
     assert types(jax.jit(step)(*args)) == expected
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""moe_layer and its derivatives are close to those of a dense layer.
+"""moe_layer and its gradients agree with a dense layer.
 
 The dense layer applies every expert to every token. Results are close, not
-equal, because XLA computes the matmuls.
+equal, because XLA computes the matmuls in another order.
 """
 
 import functools
@@ -13,32 +13,32 @@ from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 import pytest
 
-from cases import assert_same, Case
+from cases import assert_same, Case, rounded
 from conftest import assert_shards_close, to_global
 import ep
-from groups import E, H, K, layer, of_one_process, ranks, spec, T
+from groups import E, group, H, K, layer, of_one_process, ranks, spec, T
 from layer_steps import (
   assert_close,
   assert_same_bits,
-  moe_step_of,
   put_moe,
   run_moe_step,
+  whole,
 )
 from op_functions import Ops
 
 F = 9  # inner size of an expert
 
 
-def _matrices(gated=True):
+def _matrices(gated=True, hidden=H):
   rng = np.random.default_rng(1)
-  shapes = {"w_up": (E, H, F), "w_down": (E, F, H)}
+  shapes = {"w_up": (E, hidden, F), "w_down": (E, F, hidden)}
   if gated:
-    shapes["w_gate"] = (E, H, F)
+    shapes["w_gate"] = shapes["w_up"]
   return {n: np.float32(rng.normal(size=s)) for n, s in shapes.items()}
 
 
 def _dense(topk_idx, tokens, weights, matrices, activation=jax.nn.silu):
-  """Applies all experts to all tokens, and sums those chosen."""
+  """Applies all experts to all tokens, and sums the chosen outputs."""
   hidden = jnp.einsum("...h,ehf->...ef", tokens, matrices["w_up"])
   if "w_gate" in matrices:
     gates = jnp.einsum("...h,ehf->...ef", tokens, matrices["w_gate"])
@@ -77,7 +77,7 @@ def _moe(layer, **options):
   return call
 
 
-def test_output_and_gradients_are_those_of_the_dense_layer():
+def test_output_and_gradients_equal_the_dense_layer():
   case = Case(layer(), "with_unused_choices")
   _check(case, *_arrays(case), view="local_unchecked")
 
@@ -91,7 +91,7 @@ def test_experts_and_ranks_may_be_idle(routing):
 
 @of_one_process
 def test_tokens_may_have_any_leading_dims():
-  """The handle has those of a rank, and the routing of all tokens."""
+  """The handle has the leading dims of one rank's tokens."""
   case = Case(layer(), lead=(1, T))
   arrays = _arrays(case)
   moe = jax.jit(_moe(case.layer, return_handle=True))
@@ -102,7 +102,7 @@ def test_tokens_may_have_any_leading_dims():
 
 
 @of_one_process
-def test_callers_choose_the_activation_which_may_be_learned():
+def test_an_activation_may_have_a_learned_parameter():
   case = Case(layer())
   topk_idx, tokens, weights, matrices = arrays = _arrays(case, gated=False)
 
@@ -122,7 +122,7 @@ def test_callers_choose_the_activation_which_may_be_learned():
 
 @of_one_process
 def test_an_activation_may_have_an_infinite_derivative_at_zero():
-  """No NaN comes from the rows that pad a slab, which hold zeros."""
+  """The zero rows that pad a segment give no NaN."""
   case = Case(layer("dp2_ep2", alignment=4), "idle_rank")
   _check(case, *_arrays(case), activation=jnp.cbrt, rtol=1e-4)
 
@@ -131,8 +131,8 @@ def test_an_activation_may_have_an_infinite_derivative_at_zero():
 def test_dropped_choices_add_nothing_and_have_no_gradient():
   dropping = layer().replace(recv_capacity_per_rank=4, overflow="drop")
   weights = Case(dropping, "skewed").weights()
-  case = Case(dropping, "skewed", routing_weights=weights)  # it is fair
-  # The oracle decides what is kept: weights of ones come back from kept slots.
+  case = Case(dropping, "skewed", routing_weights=weights)  # drops by "fair"
+  # The gradient of a weight is 1 where the oracle keeps the choice.
   tokens, ones = case.tokens(), np.ones_like(weights)
   rows = np.zeros((ranks(dropping), dropping.capacity, H), np.float32)
   _, kept = case.oracle.dispatch_bwd(
@@ -176,29 +176,46 @@ def test_matrices_that_do_not_fit(change, error, message):
 
 
 @of_one_process
-def test_jax_debug_nans_finds_no_nan_of_ours():
-  """It accepts a layer whose received rows are mostly tail.
+def test_the_tail_does_not_affect_results():
+  """Results have the same bits if the tail is zero and if it is NaN.
 
-  Eager mode compiles each operation, so it checks the forward pass only.
+  `jax_debug_nans` finds no NaN of a layer whose received rows are mostly tail.
   """
   case = Case(layer(), "one_token")
-  arrays = put_moe(case.layer, *_arrays(case, gated=False), case.tokens())
-  with jax.debug_nans(True), ep.checked():
-    jax.block_until_ready(_moe(case.layer)(*arrays[:4]))
-    jax.block_until_ready(moe_step_of(case.layer, "local")(*arrays))
-
-
-@of_one_process
-def test_the_tail_does_not_affect_results():
-  """Results have the same bits, whether the tail is zero or NaN."""
-  case = Case(layer(), "one_token")
   args = *_arrays(case), case.tokens()
-  with jax.debug_nans(True):  # makes the tail zero
+  with jax.debug_nans(True), ep.checked():  # makes the tail zero
     expected = run_moe_step(case.layer, *args)
   with ep.checked():  # makes the tail NaN
     actual = run_moe_step(case.layer.replace(name="checked"), *args)
   assert_same_bits(actual, expected)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(actual))
+
+
+@of_one_process
+@pytest.mark.parametrize(
+  "wire, mesh, options",
+  [
+    ("fp8_block128", "dp2_ep2", dict(alignment=8)),
+    ("mxfp8", "ep4", dict(overflow="chunk", recv_capacity_per_rank=24)),
+  ],
+)
+def test_fp8_rows_equal_rounded_tokens_and_cotangents(wire, mesh, options):
+  """All results have the same bits, matmuls included."""
+  hidden = 128
+  plain = ep.EpLayerConfig(group(mesh, hidden_dim=hidden), **options)
+  case = Case(plain, "skewed", hidden=hidden)
+  x, ct = case.tokens(jnp.bfloat16), case.tokens(jnp.bfloat16)
+  weights = case.weights()
+  matrices = {n: w.astype(x.dtype) for n, w in _matrices(hidden=hidden).items()}
+
+  def run(layer, x, ct):
+    if layer.overflow != "chunk":
+      return run_moe_step(layer, case.topk_idx, x, weights, matrices, ct)
+    return [whole(_moe(layer)(case.topk_idx, x, weights, matrices))]
+
+  actual = run(plain.replace(wire=wire), x, ct)
+  assert_same_bits(actual, run(plain, rounded(wire, x), rounded(wire, ct)))
+  assert not np.array_equal(actual[0], run(plain, x, ct)[0])
 
 
 def _padded(config):
@@ -222,7 +239,7 @@ def _any_batch(*lead):
   ],
 )
 def test_any_batch_is_padded_when_asked(lead, axis_type):
-  """Also one of fewer tokens than ranks, and of any leading axes."""
+  """A batch may have fewer tokens than ranks, and any leading axes."""
   config = layer("dp2_ep2", axis_type)
   *tokens, matrices = arrays = _any_batch(*lead)
   mesh = config.group.mesh
@@ -243,7 +260,7 @@ def test_any_batch_is_padded_when_asked(lead, axis_type):
 
 @of_one_process
 def test_padded_examples_of_vmap():
-  """They are one batch, whose first axis is that of the examples."""
+  """The examples form one batch, and their axis becomes its first axis."""
   arrays = _any_batch(2, 5)
   batched = jax.vmap(_padded(layer()), in_axes=(0, 0, 0, None))
   got = jax.jit(batched)(*arrays)
@@ -251,8 +268,8 @@ def test_padded_examples_of_vmap():
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-def test_what_needs_no_padding_stays_as_it_is(is_local):
-  """A batch that divides, or a rank's, has the program of no such option."""
+def test_pad_adds_nothing_where_no_padding_is_needed(is_local):
+  """A batch that divides and a rank's batch have the program without `pad`."""
   config = layer()
   fns = _padded(config), _moe(config)
   if is_local:
@@ -263,7 +280,7 @@ def test_what_needs_no_padding_stays_as_it_is(is_local):
   assert str(programs[0]) == str(programs[1])
 
 
-def test_the_handle_is_of_the_padded_tokens():
+def test_the_handle_describes_the_padded_tokens():
   config = layer()
   padded = _moe(config, pad=True, return_handle=True)
   out, handle = jax.eval_shape(padded, *_any_batch(6))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.moe.move permutes experts, whatever their bits are."""
+"""ep.moe.move permutes expert weights and keeps all bits."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ STACKED = ep.Placement([_rng.permutation(E) for _ in range(LAYERS)])
 
 
 def draw(shape, dtype):
-  """Draws bits, so that floats are NaNs of all kinds and denormals, too."""
+  """Draws random bits, so floats include all NaNs and denormals."""
   dtype = jnp.dtype(dtype)
   rng = np.random.default_rng(1)
   if dtype.kind == "b":
@@ -29,7 +29,7 @@ def draw(shape, dtype):
 
 
 def in_slots(x, placement):
-  """Returns [E, ...], or [layers, E, ...] of stacked ones, by slot."""
+  """Orders [E, ...] or [layers, E, ...] by slot."""
   if placement is None:
     return x
   if placement.experts.ndim == 1:
@@ -53,16 +53,13 @@ def mover(here, specs, view):
 
   if view == "local":
     move = jax.shard_map(
-      move,
-      mesh=here.mesh,
-      in_specs=(specs, P(), P()),
-      out_specs=specs,
+      move, mesh=here.mesh, in_specs=(specs, P(), P()), out_specs=specs
     )
   return move if view == "eager" else jax.jit(move)
 
 
 @pytest.mark.parametrize(
-  "mesh, view, moves, programs",
+  "mesh, view, placements, programs",
   [
     ("ep4", "global", [(ONE, TWO), (TWO, TWO)], 1),
     pytest.param(
@@ -71,8 +68,8 @@ def mover(here, specs, view):
     pytest.param("ep4", "eager", [(None, ONE)], None, marks=of_one_process),
   ],
 )
-def test_arrays_of_experts_move_and_no_others(mesh, view, moves, programs):
-  """One program serves all placements, and one each the lack of either."""
+def test_move_permutes_expert_arrays_only(mesh, view, placements, programs):
+  """All placements share a program; old=None and new=None need others."""
   here = group(mesh)
   dp = here.data_axes[0] if here.data_axes else None
   specs = {"w": P("ep", None, dp), "m": [P(None, "ep")], "router": P(None, dp)}
@@ -88,7 +85,7 @@ def test_arrays_of_experts_move_and_no_others(mesh, view, moves, programs):
     return whole | {"w": w, "m": [m]}
 
   run = mover(here, specs, view)
-  for old, new in moves:
+  for old, new in placements:
     arrays = put(here.mesh, placed(old), specs)
     got = run(arrays, old, new)
     check(got, placed(new))
@@ -108,7 +105,7 @@ DTYPES = "bool int8 uint32 int32 float16 float8_e4m3fn bfloat16 float32".split()
 
 @of_one_process
 def test_all_dtypes_keep_their_bits_and_layers_their_placements():
-  """Arrays without elements have none to keep."""
+  """Arrays may also have no elements."""
   here = group("dp2_ep2")
   whole = [draw((LAYERS, E, 3), dtype) for dtype in DTYPES]
   whole += [draw((LAYERS, E, *width), "float32") for width in [(0,), (2, 0)]]
@@ -121,7 +118,7 @@ def test_all_dtypes_keep_their_bits_and_layers_their_placements():
 
 
 @of_one_process
-def test_a_mesh_of_explicit_axes():
+def test_explicit_axes():
   here = group("ep4", AxisType.Explicit)
   x = draw((E, 2), "float32")
   arrays = to_global(x, here.mesh, P("ep"))
@@ -145,7 +142,7 @@ def test_the_gradient_moves_back():
 
 
 def test_nothing_moves_without_a_placement():
-  """The group of a layer with copies has more slots than there are experts."""
+  """The group of a layer with expert copies has more slots than experts."""
   here = group("ep4", num_experts=E + 4)
   x = draw((E, 2), "float32")
   arrays = {"w": to_global(x, here.mesh, P("ep"))}
@@ -153,7 +150,7 @@ def test_nothing_moves_without_a_placement():
   check(got, {"w": x})
 
 
-def test_what_cannot_move():
+def test_move_refuses():
   here = group("ep4")
   x = {"w": to_global(np.zeros((E, 2), np.float32), here.mesh, P("ep"))}
 

@@ -1,27 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer computes the same, however tokens get to their experts.
+"""A layer gives the same results for each way to send tokens to experts.
 
-Numbers are whole and small: a wire rounds none of them.
+The numbers are small and whole, so fp8 rows represent them exactly.
 """
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ep
-from groups import (
-  BACKEND,
-  E,
-  failing,
-  GPU,
-  group,
-  K,
-  MESHES,
-  of_one_process,
-  T,
-)
+from groups import BACKEND, E, failing, GPU, group, K, MESHES, of_one_process, T
 from layer_steps import (
   assert_close,
   assert_same_bits,
@@ -50,7 +41,7 @@ has_copies = pytest.mark.skipif(
 
 
 def layer_of(mesh="ep4", **options):
-  """Returns `PLAIN` with options, on a group that has slots for its copies."""
+  """Returns `PLAIN` with options, on a group with slots for its copies."""
   config = dataclasses.replace(PLAIN, **options)
   copies = MESHES[mesh]["ep"] * config.replica_slots
   return ep.MoE(config, group(mesh, hidden_dim=HIDDEN, num_experts=E + copies))
@@ -97,13 +88,13 @@ def results(layer, placement=None):
     pytest.param("ep4", PLACEMENT, dict(overlap=False), marks=of_one_process),
   ],
 )
-def test_results_are_those_without_options_on_one_domain(
+def test_results_equal_a_layer_without_options_on_one_domain(
   mesh, placement, options
 ):
-  """Sums over the tokens of an expert may be rounded in another order.
+  """Only gradients of matrices may differ, by the rounding of a sum.
 
-  Where weights multiply is no such option. Other tests have these options with
-  weights that multiply late.
+  `weigh` changes results, so both layers have it. Other tests combine these
+  options with weigh="late".
   """
   weigh = options.get("weigh", "late")
   y, metrics, grads, grad_x = results(layer_of(weigh=weigh))
@@ -121,10 +112,31 @@ def test_results_are_those_without_options_on_one_domain(
   else:
     assert_same_bits(*exact)
   assert_close(got_grads, grads, 1e-5, 1e-4)
-  # Without copies, a rank of some domain has the mean of them at least.
+  # Without copies, the fullest rank has at least the mean of its domain.
   most = of_domains.max() * of_ranks / R
   assert rows < most or "replica_slots" not in options
   assert rows > T * K or "overflow" not in options
+
+
+@of_one_process
+def test_fp8_rows_of_a_deterministic_layer_that_drops():
+  """A rank has more than one block of rows."""
+  rng = np.random.default_rng(0)
+  params = draw_params(PLAIN, lambda shape: rng.normal(size=shape))
+  x = rng.integers(-1, 2, (R * 200, HIDDEN)).astype(jnp.bfloat16)
+  outs = []
+  for wire in "mxfp8", None:
+    config = dataclasses.replace(
+      PLAIN,
+      wire=wire,
+      deterministic=not GPU,
+      overflow="drop",
+      capacity_factor=0.75,
+    )
+    sizes = dict(hidden_dim=HIDDEN, max_tokens_per_rank=200)
+    outs.append(run_forward(ep.MoE(config, group(**sizes)), params, x))
+  assert_same_bits(*outs)
+  assert outs[0][1].dropped
 
 
 @pytest.mark.parametrize(
@@ -135,12 +147,12 @@ def test_results_are_those_without_options_on_one_domain(
     (PLACEMENT, dict(token_chunks=T)),
   ],
 )
-def test_wrong_choices_are_named_as_they_were_written(placement, options):
-  """Neither by slots of experts, nor by tokens of a chunk."""
+def test_errors_name_wrong_choices_as_the_caller_wrote_them(placement, options):
+  """Errors name neither the slot of an expert nor the token of a chunk."""
   layer = layer_of(**options)
   params = draw_params(PLAIN, np.zeros)
   x = np.zeros((R * T, HIDDEN), np.float32)
-  # Many tokens of an expert share its copies.
+  # All tokens choose the same experts, which therefore have copies.
   idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
   run_forward(layer, params, x, idx, placement=placement)
   for choices, fault in [

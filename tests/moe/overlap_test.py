@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared expert runs in halves beside the exchanges of a layer.
+"""Each half of the shared expert can run beside an exchange of the layer.
 
-On GPUs an exchange has a stream of its own, and XLA may run beside it what
-neither waits for it nor makes what it moves. That is seen in the program that
-XLA would compile for GPUs, with the host engine in NCCL EP's place.
+On GPUs, an exchange runs on a separate stream, and XLA may run beside it the
+operations that neither depend on it nor produce its input. The tests read the
+program that XLA would compile for GPUs, with the host engine instead of NCCL
+EP.
 """
 
 import collections
@@ -29,7 +30,7 @@ CONFIG = ep.MoEConfig(
 
 
 class Body:
-  """A computation of a HLO module, as a graph of instructions."""
+  """A computation of an HLO module, as a graph of instructions."""
 
   def __init__(self, text):
     self.types, self.operands, self.opcodes = {}, {}, {}
@@ -78,7 +79,7 @@ class Body:
 
 @functools.cache
 def bodies(config):
-  """Returns the forward and the backward pass on one rank."""
+  """Returns the computations of the forward and the backward pass."""
   sizes = dict(hidden_dim=HIDDEN, backend="host")
   with bootstrap(make_mesh({"ep": 4}), **sizes) as group:
     layer = ep.MoE(config, group)
@@ -95,9 +96,9 @@ def lowers_as_for_gpus(monkeypatch):
   monkeypatch.setattr(host, "HostConnection", HostEngine)
 
 
-# How many of the products of the shared expert, up, gate and down, are before,
-# beside and after an exchange. In the backward pass these are the gradients of
-# h, of tokens (two) and of matrices (three), which nothing waits for.
+# The numbers of products of the shared expert before, beside and after each
+# exchange. The forward pass has the products up, gate and down. The backward
+# pass has the gradients of h, of tokens (two) and of matrices (three).
 BESIDE = dict(
   ep_dispatch=(0, 2, 1),
   ep_combine=(2, 1, 0),
@@ -112,24 +113,14 @@ APART = dict(
 )
 
 
-def order(config):
-  forward, backward = bodies(config)
-  return {
-    op: body.places(op, body.products())
-    for body, ops in [
-      (forward, ("ep_dispatch", "ep_combine")),
-      (backward, ("ep_combine_bwd", "ep_dispatch_bwd")),
-    ]
-    for op in ops
-  }
-
-
 @pytest.mark.parametrize(
   "overlap, weigh", [(True, "late"), (True, "early"), (False, "late")]
 )
 def test_each_half_is_beside_an_exchange(on_gpus, weigh, overlap):
   config = dataclasses.replace(CONFIG, weigh=weigh, overlap=overlap)
-  assert order(config) == (BESIDE if overlap else APART)
+  for op, places in (BESIDE if overlap else APART).items():
+    body = bodies(config)[op.endswith("bwd")]
+    assert body.places(op, body.products()) == places
 
 
 def test_losses_and_metrics_are_beside_combine(on_gpus):

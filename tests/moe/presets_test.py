@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The presets have the sizes of the models that they are named after."""
+"""The presets have the published sizes and formulas of their models."""
 
 import dataclasses
 import functools
@@ -15,8 +15,8 @@ from conftest import make_mesh
 import ep
 from layer_steps import draw_params
 
-# The layers with experts of each model, and how many billions of parameters the
-# model has and a token uses: Mixtral, arXiv 2401.04088, abstract and table 1;
+# The number of MoE layers of each model, and its total and active parameters in
+# billions. Sources: Mixtral, arXiv 2401.04088, abstract and table 1;
 # Qwen3-30B-A3B, its model card; DeepSeek-V3, arXiv 2412.19437, abstract, and 61
 # layers of which 3 are dense; gpt-oss, arXiv 2508.10925, table 1; OLMoE, arXiv
 # 2409.02060, abstract and table 1; Kimi K2, arXiv 2507.20534, table 2; GLM-4.5,
@@ -46,7 +46,7 @@ def test_public_names_are_those_of_presets():
 
 @pytest.mark.parametrize("name", ep.presets.BY_NAME)
 def test_most_parameters_of_a_model_are_in_its_experts(name):
-  """What remains is attention, embeddings and dense layers."""
+  """The rest is attention, embeddings and dense layers."""
   cfg = ep.presets.BY_NAME[name]
   layers, total, active = PUBLISHED[name]
   shapes = jax.eval_shape(lambda key: ep.moe.init(key, cfg), jax.random.key(0))
@@ -89,7 +89,7 @@ def _sigmoid(x):
 
 
 def _llama_4(params, x, bias):
-  """Weighs what an expert gets. (The bias of the choice is zero in Llama 4.)"""
+  """Multiplies the inputs of experts by scores. (Llama 4 has no bias.)"""
   scores = _sigmoid(x @ params["router"])
   expert = (scores + bias).argmax()
   y = _swiglu(scores[expert] * x, *_of(params, "w_", expert))
@@ -97,7 +97,7 @@ def _llama_4(params, x, bias):
 
 
 def _deepseek(params, x, bias, *, top_k, scale, score=_sigmoid, limit=np.inf):
-  """Weighs outputs by scores, and chooses by scores with a bias."""
+  """Multiplies outputs by scores, and chooses by scores plus a bias."""
   scores = score(x @ params["router"])
   chosen = np.argsort(-(scores + bias))[:top_k]
   weights = scale * scores[chosen] / scores[chosen].sum()
@@ -124,8 +124,8 @@ def _deepseek_v4(params, x, bias):
     ("glm_4_5", functools.partial(_deepseek, top_k=8, scale=2.5)),
   ],
 )
-def test_a_layer_is_that_of_its_authors(name, of_token):
-  """The formula of a token is in NumPy, as their code has it."""
+def test_a_layer_agrees_with_the_code_of_its_authors(name, of_token):
+  """The NumPy formula for one token follows the authors' code."""
   cfg = ep.presets.scaled(ep.presets.BY_NAME[name], 256)
   rng = np.random.default_rng(0)
   params = draw_params(cfg, lambda shape: rng.normal(size=shape))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of experts change no output, and gradients are sums in their order."""
+"""Expert copies change no output; gradients are sums in a fixed order."""
 
 import dataclasses
 import functools
@@ -14,17 +14,11 @@ from conftest import make_mesh, to_global
 import ep
 from ep._src.moe.replicas import divide
 from groups import bootstrap, E, failing, group, H, K, T
-from layer_steps import (
-  draw_params,
-  put,
-  run_forward,
-  run_step,
-  whole,
-)
+from layer_steps import draw_params, put, run_forward, run_step, whole
 
 _E = np.arange(E)
 
-# Logits of eight routings, from an even one to one of the experts of a rank.
+# Logits of eight routings, from an even load to a single busy rank.
 LOGITS = {
   "even": 0.0 * _E,
   "noise": np.random.default_rng(1).normal(size=E) / 4,
@@ -47,51 +41,52 @@ def arrays(name, config=PLAIN):
   return params, x, ct
 
 
-def vose(rows, room, num_slots):
-  """Returns copies {(expert, rank): (slot, first, end)}, the turns it has.
+def vose(rows, capacity, num_slots):
+  """Returns the copies {(expert, rank): (slot, first, end)}.
 
-  It fills one rank after the other from the first of the fullest.
+  The copy takes the rows at positions first..end of its expert's queue. The
+  loop fills one rank after another with rows of the fullest ranks.
   """
   P, L = rows.shape
   load, has = rows.sum(1), rows.sum(1)
   queue = sorted(range(P), key=lambda r: load[r])
-  takers = [r for r in queue if load[r] <= room]
-  donors = [r for r in reversed(queue) if load[r] > room]
-  left, given = sum(load[donors] - room), np.zeros(P, int)
+  takers = [r for r in queue if load[r] <= capacity]
+  donors = [r for r in reversed(queue) if load[r] > capacity]
+  left, given = sum(load[donors] - capacity), np.zeros(P, int)
   copies = {}
   while donors and takers:
     taker, donor = takers.pop(0), donors[0]
-    takes = room - has[taker]
-    if load[taker] <= room:
+    takes = capacity - has[taker]
+    if load[taker] <= capacity:
       takes = min(takes, left)
       left -= takes
     start, given[donor] = given[donor], given[donor] + takes
     has[taker], has[donor] = has[taker] + takes, has[donor] - takes
-    parts, first = [], 0
+    pieces, first = [], 0
     for j in np.argsort(-rows[donor], kind="stable"):
-      turns = np.clip([start - first, given[donor] - first], 0, rows[donor, j])
-      if turns[0] < turns[1]:
-        parts.append((turns[0] - turns[1], j, turns))
+      span = np.clip([start - first, given[donor] - first], 0, rows[donor, j])
+      if span[0] < span[1]:
+        pieces.append((span[0] - span[1], j, span))
       first += rows[donor, j]
-    for slot, (_, j, turns) in enumerate(sorted(parts, key=lambda p: p[:2])):
+    for slot, (_, j, span) in enumerate(sorted(pieces, key=lambda p: p[:2])):
       if slot < num_slots:
-        copies[donor * L + j, taker] = slot, *turns
-    if has[donor] <= room:
-      takers = [r for r in donors[:1] if has[r] < room] + takers
+        copies[donor * L + j, taker] = slot, *span
+    if has[donor] <= capacity:
+      takers = [r for r in donors[:1] if has[r] < capacity] + takers
       donors.pop(0)
   return copies
 
 
 def slots_of(idx, copies, num_slots, ranks):
   """Returns the slots of choices [N, K] of the tokens of a domain."""
-  L, turns, slots = E // ranks, np.zeros(E, int), np.zeros_like(idx)
+  L, positions, slots = E // ranks, np.zeros(E, int), np.zeros_like(idx)
   for t, k in np.ndindex(idx.shape):
     e = idx[t, k]
     slots[t, k] = e // L * (L + num_slots) + e % L
     for (expert, rank), (slot, first, end) in copies.items():
-      if expert == e and first <= turns[e] < end:
+      if expert == e and first <= positions[e] < end:
         slots[t, k] = rank * (L + num_slots) + L + slot
-    turns[e] += 1
+    positions[e] += 1
   return slots
 
 
@@ -100,7 +95,7 @@ def without_rows(metrics):
 
 
 @pytest.mark.parametrize("name", LOGITS)
-def test_any_routing_fits_the_mean_and_outputs_have_the_same_bits(name):
+def test_no_rank_exceeds_the_mean_and_outputs_have_the_same_bits(name):
   params, *tokens = arrays(name)
   y, metrics, grads, grad_x = run_step(layer_of(), params, *tokens)
   got, got_metrics, got_grads, got_x = run_step(
@@ -118,7 +113,7 @@ def test_any_routing_fits_the_mean_and_outputs_have_the_same_bits(name):
 
 @functools.cache
 def slot_gradients(layer):
-  """Returns a program of the gradients of parameters, some of each slot."""
+  """Returns a program of the gradients of the matrices, one per slot."""
 
   @jax.jit
   def gradients(params, x, ct, ids, weights):
@@ -134,17 +129,17 @@ def slot_gradients(layer):
 
 
 @pytest.mark.parametrize("name", ["zipf", "one_expert", "one_rank"])
-def test_gradients_are_of_the_home_and_then_of_its_copies(name):
-  """An ordinary layer of all slots computes them, and NumPy adds them.
+def test_gradients_add_the_home_slot_and_then_its_copies(name):
+  """A plain layer computes a gradient per slot, and NumPy adds the gradients.
 
-  It has no biases, so these are zeros.
+  The plain layer has no biases, so the biases here are zeros.
   """
   num_slots = E // R
   layer = layer_of(replica_slots=num_slots)
   params, x, ct = arrays(name)
   params |= {n: 0 * p for n, p in params.items() if n.startswith("b_")}
   _, metrics, grads, _ = run_step(layer, params, x, ct)
-  # A product of all tokens may round in another way than those of the ranks.
+  # One product of all tokens may round in another way than one per rank.
   logits = [
     jnp.matmul(part, params["router"], precision="highest")
     for part in np.split(x, R)
@@ -178,20 +173,20 @@ def test_gradients_are_of_the_home_and_then_of_its_copies(name):
     np.testing.assert_array_equal(grads[n], expected)
 
 
-def test_drops_are_of_experts_and_other_ids_are_refused():
-  """With fewer slots than it needs, an expert keeps what does not fit."""
+def test_drops_are_counted_by_expert_and_wrong_ids_are_refused():
+  """Rows that fit into no copy stay with the expert, which may drop them."""
   layer = layer_of(replica_slots=1, capacity_factor=1.0, overflow="drop")
   params, x, _ = arrays("one_rank")
   idx = np.argsort(-x @ params["router"])[:, :K].astype(np.int32)
   _, metrics = run_forward(layer, params, x, idx)
   rows = metrics.load.reshape(R, -1).sum(1)
   copies = vose(metrics.load.astype(int).reshape(R, -1), T * K, 1)
-  moved = np.zeros(R, int)
+  change = np.zeros(R, int)
   for (expert, rank), (_, first, end) in copies.items():
-    moved[expert // (E // R)] -= end - first
-    moved[rank] += end - first
+    change[expert // (E // R)] -= end - first
+    change[rank] += end - first
   drops = metrics.drops.reshape(R, -1).sum(1)
-  np.testing.assert_array_equal(drops, (rows + moved - T * K).clip(0))
+  np.testing.assert_array_equal(drops, (rows + change - T * K).clip(0))
   assert drops.any()
   idx[3, 1] = E
   with failing(layer.group) as error:
@@ -207,23 +202,23 @@ def test_no_rank_has_more_than_the_mean(P, L):
     spread = rng.pareto(0.5, (P, L)) * 10, rng.poisson(99, (P, L))
     rows = np.clip(spread[i % 2], 0, 1e5).astype(np.int32)
     rows *= rng.random((P, L)) < 0.7
-    room = -(-rows.sum() // P) + 7 * (i % 3)
-    division = jax.tree.map(np.asarray, of(rows, room, L))
-    load, copies = rows.sum(1), vose(rows, room, L)
+    capacity = -(-rows.sum() // P) + 7 * (i % 3)
+    division = jax.tree.map(np.asarray, of(rows, capacity, L))
+    load, copies = rows.sum(1), vose(rows, capacity, L)
     for (expert, rank), (slot, first, end) in copies.items():
       donor, j = divmod(expert, L)
       assert (division.donor[rank], division.slots[rank, j]) == (donor, slot)
-      turns = division.start[rank], division.end[rank]
-      turns = (np.array(turns) - division.first[donor, j]).clip(
+      positions = division.start[rank], division.end[rank]
+      positions = (np.array(positions) - division.first[donor, j]).clip(
         0, rows[donor, j]
       )
-      np.testing.assert_array_equal(turns, [first, end])
+      np.testing.assert_array_equal(positions, [first, end])
       load[[donor, rank]] += [first - end, end - first]
-    assert (division.slots >= 0).sum() == len(copies) and load.max() <= room
+    assert (division.slots >= 0).sum() == len(copies) and load.max() <= capacity
 
 
 def test_derivatives_of_all_orders():
-  """Reverse over forward has what the layer without copies has."""
+  """Reverse over forward mode agrees with the layer without copies."""
   config = ep.MoEConfig(H, 5, E, K)
   params, *tokens = arrays("one_expert", config)
 
@@ -249,7 +244,7 @@ def test_derivatives_of_all_orders():
     np.testing.assert_allclose(got, expected[n], 1e-3, 1e-2, err_msg=n)
 
 
-def test_what_a_layer_with_replicas_refuses():
+def test_replicas_refuse():
   for options in (dict(deterministic=True), dict(token_chunks=2)):
     with pytest.raises(ValueError, match="replica_slots = 1 and"):
       dataclasses.replace(PLAIN, replica_slots=1, **options)
@@ -268,7 +263,7 @@ def test_what_a_layer_with_replicas_refuses():
     ep.MoE(config, wide)
 
 
-def test_tokens_that_visit_no_expert_take_no_room():
+def test_masked_tokens_need_no_rows():
   params, *tokens = arrays("one_expert")
   y, *_ = run_step(layer_of(), params, *tokens)
   layer = layer_of(replica_slots=E // R)
@@ -283,7 +278,7 @@ def test_tokens_that_visit_no_expert_take_no_room():
   [("ep4", 4, dict(alignment=4)), ("dp4_ep1", 1, dict(max_tokens_per_rank=E))],
   ids=["aligned", "alone"],
 )
-def test_a_rank_has_room_for_the_padding_of_its_slots(mesh, ranks, options):
+def test_the_capacity_includes_the_padding_of_slots(mesh, ranks, options):
   num_slots = E // ranks
   params, *tokens = arrays("one_rank")
   config = dataclasses.replace(PLAIN, replica_slots=num_slots)
@@ -296,8 +291,8 @@ def test_a_rank_has_room_for_the_padding_of_its_slots(mesh, ranks, options):
   np.testing.assert_array_equal(y, expected[0])
 
 
-def test_the_parts_of_matrices_are_copied():
-  """Ranks that split a matrix decide alike, and each copies its part."""
+def test_copies_of_tensor_parallel_experts():
+  """Ranks that split a matrix choose the same copies; each copies its shard."""
   params, x, ct = arrays("one_rank")
   _, metrics, expected, _ = run_step(layer_of(), params, x, ct)
   rows = metrics.load.reshape(2, -1).sum(1)

@@ -43,7 +43,7 @@ def _scores(logits, score):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_ids_and_weights_are_those_of_the_formula(dtype):
+def test_ids_and_weights_agree_with_the_formula(dtype):
   logits, bias = logits_of(2, 5, dtype=dtype), jnp.linspace(0.5, -0.5, E)
   keys = "score", "normalize", "selection_bias"
   values = itertools.product(SCORES, [False, True], [None, bias])
@@ -67,15 +67,9 @@ def test_ids_and_weights_are_those_of_the_formula(dtype):
     np.testing.assert_allclose(
       weights, chosen * 2.5, rtol=1e-5, err_msg=str(options)
     )
-    if order is not scores:  # checks that the bias is large enough to matter
+    if order is not scores:  # The bias must be large enough to matter.
       unbiased = np.argsort(-scores, axis=-1, kind="stable")[..., :K]
       assert (unbiased != expected).any()
-
-
-def test_equal_scores_are_ordered_by_id():
-  logits = jnp.array([[0.0] * E, [0, 1, 0, 1, 0, 1, 1, 0]])
-  idx, _ = _route(logits, K)
-  np.testing.assert_array_equal(idx, [[0, 1, 2], [1, 3, 5]])
 
 
 def test_large_logits_neither_tie_nor_overflow():
@@ -107,7 +101,7 @@ def test_small_sqrtsoftplus_scores_keep_their_ratios(at):
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("score", SCORES)
 def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
-  # Differences are in float64; the steps are too small to change the choice.
+  # NumPy differentiates in float64, with steps too small to change a choice.
   logits = np.asarray(logits_of(3), np.float64)
   cotangent = np.random.default_rng(1).normal(size=(3, K))
   bias = jnp.linspace(0.5, -0.5, E)
@@ -139,7 +133,7 @@ def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
 
 @pytest.mark.parametrize("score", SCORES)
 def test_one_choice_whose_weight_never_changes_gives_a_warning(score):
-  """A router would train with K = 2, and with K = 1 as in Switch or Llama 4."""
+  """The router has a gradient with K = 2, or K = 1 and normalize=False."""
 
   def gradient(top_k, **options):
     def loss(x):
@@ -157,7 +151,7 @@ def test_one_choice_whose_weight_never_changes_gives_a_warning(score):
 
 
 def _choose_in_groups(order, groups, top_groups, best, k):
-  """Chooses for one token, expert by expert, as the papers say it."""
+  """Chooses the experts of one token by the papers' rule."""
   size = len(order) // groups
   members = [range(g * size, (g + 1) * size) for g in range(groups)]
   value = [
@@ -171,7 +165,7 @@ def _choose_in_groups(order, groups, top_groups, best, k):
 @pytest.mark.parametrize(
   "score, best, biased", [("sigmoid", 2, True), ("softmax", 1, False)]
 )
-def test_experts_are_those_of_the_best_groups(score, best, biased):
+def test_experts_come_from_the_best_groups(score, best, biased):
   logits = logits_of(40)
   bias = jnp.linspace(0.5, -0.5, E) if biased else None
   idx, weights = _route(
@@ -196,8 +190,8 @@ def test_experts_are_those_of_the_best_groups(score, best, biased):
   assert (other != expected).any()  # and so must group_best
 
 
-def test_equal_groups_are_ordered_by_id_and_others_are_barred():
-  """No expert of another group is chosen, even if all others have -inf."""
+def test_equal_groups_are_ordered_by_id():
+  """A token chooses no expert of another group, even over experts of -inf."""
   low = -jnp.inf
   logits = jnp.array([[0.0] * 8, [low, low, 0, low, 1, 1, low, low]])
   idx, _ = _route(logits, 4, num_groups=4, top_groups=2)
@@ -206,7 +200,7 @@ def test_equal_groups_are_ordered_by_id_and_others_are_barred():
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
-  """Unused entries have weight 0, and the others are normalized alone."""
+  """Unused entries have weight 0 and are left out of the normalization."""
   logits = logits_of(4)
   forced = np.array([[7, 0, 3], [5, -1, 2], [-1, -1, 6], [-1, -1, -1]])
 
@@ -231,7 +225,7 @@ def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
   np.testing.assert_array_equal(gradient[3], np.zeros(E))
 
 
-def test_jitter_multiplies_each_logit_by_a_number_of_its_own():
+def test_jitter_multiplies_each_logit_by_another_number():
   logits, key = jnp.ones((64, E)), jax.random.key(0)
   idx = jnp.tile(jnp.arange(E), (64, 1))
   _, weights = _route(
@@ -261,8 +255,8 @@ def test_masked_tokens_may_hold_nan():
   assert np.isfinite(gradient).all() and np.asarray(gradient[0]).any()
 
 
-def test_the_choice_is_that_of_lax_top_k():
-  """Ties, signed zeros, denormals, infinities and NaNs are ordered as there."""
+def test_the_choice_equals_lax_top_k():
+  """The order includes ties, signed zeros, denormals, infinities and NaNs."""
   rng = np.random.default_rng(0)
   special = np.array(
     [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7F800000, 0xFF800000]
@@ -293,7 +287,7 @@ def test_ids_are_distinct_whatever_the_logits_are():
 
 
 def _sharded_route(x, mask, cotangent, key):
-  """Returns choices, weights and their gradient, by most of the options."""
+  """Returns choices, weights and their gradient, with most of the options."""
   (weights, idx), vjp = jax.vjp(
     lambda x: ep.route_topk(
       x,
@@ -314,7 +308,7 @@ def _sharded_route(x, mask, cotangent, key):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_routing_is_sharded_as_the_logits_are(axis_type):
-  """In the global view, neither the choice nor its gradient communicates."""
+  """In the global view, the router and its gradient do not communicate."""
   mesh, spec = make_mesh({"dp": 2, "ep": 2}, (axis_type,) * 2), P("dp", "ep")
   logits, mask = logits_of(4, 6), np.arange(24).reshape(4, 6) % 5 > 0
   key = np.uint32([0, 1])

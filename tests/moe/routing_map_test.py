@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dense routing gives the choices and weights of its map."""
+"""topk_from_map returns the choices and weights of a dense routing map."""
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from op_functions import sizes
 
 
 def dense(lead, seed=0):
-  """Draws a map of at most K experts for each token, and probabilities.
+  """Draws a map of at most K experts per token, and its probabilities.
 
-  What is not marked is NaN.
+  The probabilities of other experts are NaN.
   """
   rng = np.random.default_rng(seed)
   experts = rng.random((*lead, E)).argsort(-1)
@@ -41,8 +41,8 @@ def by_hand(routing_map, probs):
   [AxisType.Auto, pytest.param(AxisType.Explicit, marks=of_one_process)],
   ids=lambda t: t.name,
 )
-def test_choices_and_gradients_are_those_of_the_map(axis_type):
-  """They are sharded like the map, and nothing is communicated."""
+def test_choices_and_gradients_agree_with_the_map(axis_type):
+  """Results are sharded like the map, and ranks communicate nothing."""
   a_layer = layer("dp2_ep2", axis_type)
   mesh, sharded = a_layer.group.mesh, spec(a_layer)
   lead = 4 * T, 2
@@ -75,7 +75,7 @@ def test_choices_and_gradients_are_those_of_the_map(axis_type):
 
 @of_one_process
 def test_a_row_with_too_many_experts():
-  """An error names it, here or, from a compiled program, in ep_prepare."""
+  """An eager call names the row; in a compiled program, ep_prepare does."""
   a_layer = layer()
   routing_map, probs = dense((4 * T,))
   row = 2 * T + 1
@@ -108,7 +108,7 @@ def test_a_map_of_one_expert_gives_no_warning(recwarn):
   assert not recwarn.list
 
 
-def test_what_cannot_be_a_routing():
+def test_bad_arguments():
   good = np.zeros((4, E), bool), np.zeros((4, E), jnp.bfloat16), K
   _, weights = jax.eval_shape(lambda: ep.topk_from_map(*good))
   assert weights.dtype == jnp.float32

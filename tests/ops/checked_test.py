@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked mode finds a mistake where it is made."""
+"""Checked mode reports a mistake in the op that receives it."""
 
 import runpy
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, global_view
+from cases import Case, global_view
 import ep
 from ep._src.base import contexts
 from groups import BACKEND, GPU, layer, of_one_process
@@ -32,7 +32,7 @@ def rows_and_sizes(ops, tokens, narrow, weights, rows, g):
 
 @of_one_process
 def test_an_unspecified_tail_is_nan():
-  """The tail is NaN, and the slabs before it hold the usual numbers."""
+  """Checked mode fills the tail with NaN and changes no expert segment."""
   case = Case(layer(alignment=4, tail="unspecified"), "skewed")
   tokens, narrow, g = map(case.tokens, (np.float32, jnp.bfloat16, np.float16))
   inputs = tokens, narrow, case.weights(), case.rows(np.float16), g
@@ -49,7 +49,7 @@ def test_an_unspecified_tail_is_nan():
       assert np.isnan(rows[used[rank] :]).all()
 
 
-def test_good_results_are_the_same():
+def test_checked_mode_changes_no_good_result():
   case = Case(layer(alignment=4), "with_unused_choices")
   case.check(everything, *case.inputs())
 
@@ -59,10 +59,10 @@ def test_good_results_are_the_same():
   [(np.nan, np.float32), (np.inf, jnp.bfloat16), (-np.inf, np.float16)],
 )
 def test_a_combine_that_is_not_finite(value, dtype):
-  """Each rank's error names the element; with "host", its source as well."""
+  """Each rank's error names the element; the host backend names its source."""
   case = Case(layer(name="moe_3"), "uniform")
   rows = case.rows(dtype)
-  rows[1, :, 3] = value  # These are rows of every rank's tokens.
+  rows[1, :, 3] = value  # Tokens of every rank sum these rows.
   words = ["ep_combine", '"moe_3"', ", 3]", "is not finite"]
   if BACKEND is None and not GPU:
     words += ["nor is expert_out[", "] of rank 1", "topk_idx[", "step "]
@@ -70,7 +70,7 @@ def test_a_combine_that_is_not_finite(value, dtype):
   case.check(combine, case.rows(dtype))
 
 
-def test_rows_that_nobody_sums_may_be_anything():
+def test_rows_that_no_token_sums_may_be_nan():
   case = Case(layer(name="moe_3"), "to_one_expert")
   rows = np.full_like(case.rows(), np.nan)
   rows[3] = case.rows()[3]  # That expert is on rank 3.
@@ -80,16 +80,15 @@ def test_rows_that_nobody_sums_may_be_anything():
 @pytest.mark.skipif(
   jax.process_count() == 1, reason="one process has one program"
 )
-def test_ranks_of_other_configurations():
-  """Checked mode finds a difference that shapes and sizes do not show."""
+def test_processes_with_different_layers():
+  """The layers differ only in their names."""
   last = jax.process_index() == jax.process_count() - 1
   case = Case(layer(name="moe_4" if last else "moe_3"))
   case.check_error(["ep_prepare", "disagree", "layer"], sizes)
 
 
 @of_one_process
-def test_the_mode_is_a_part_of_jits_key():
-  """JAX traces a function again when the mode is turned on or off."""
+def test_jit_traces_again_when_the_mode_changes():
   case = Case(layer())
   infinite = np.full_like(case.rows(), np.inf)
   case.check_error(["is not finite"], combine, infinite)
@@ -98,29 +97,12 @@ def test_the_mode_is_a_part_of_jits_key():
   case.check_error(["is not finite"], combine, infinite)
 
 
-def exchanges_and_back(ops, tokens, weights, rows):
-  recv = ops.dispatch(tokens, weights)
-  g = ops.dispatch_bwd((tokens, weights), recv)
-  return recv, g, ops.combine_bwd((rows,), tokens)
-
-
-@of_one_process
-def test_jax_debug_nans_finds_no_nan_of_ours():
-  """JAX finds no NaN in anything that an op returns, tail included."""
-  case = Case(layer(tail="unspecified", alignment=2), "one_token")
-  inputs = case.tokens(), case.weights(), case.rows()
-  call = jax.jit(global_view(case.layer, exchanges_and_back))
-  with jax.debug_nans(True), jax.debug_infs(True):
-    actual = call(*map(case.put, (case.topk_idx, *inputs)))
-    assert_same(actual, exchanges_and_back(case.oracle, *inputs))
-
-
 @of_one_process
 @pytest.mark.parametrize("mode", [lambda f: f, jax.jit])
 def test_jax_debug_nans_finds_a_nan_of_the_data(mode):
   """JAX finds the NaN of 0 * infinity in a sum.
 
-  Checked mode would find it first, so it is off.
+  Checked mode is off, because it would raise first.
   """
   case = Case(layer())
   rows = np.full_like(case.rows(), np.inf)
@@ -133,6 +115,6 @@ def test_jax_debug_nans_finds_a_nan_of_the_data(mode):
 
 @of_one_process
 @pytest.mark.parametrize("value, expected", [("1", True), ("0", False)])
-def test_the_environment_turns_it_on(value, expected, monkeypatch):
+def test_the_environment_turns_checked_mode_on(value, expected, monkeypatch):
   monkeypatch.setenv("EP_CHECKED", value)
   assert runpy.run_path(contexts.__file__)["is_checked"]() == expected

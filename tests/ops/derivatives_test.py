@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derivatives of derivatives, in both modes, equal the oracle's.
 
-The function is a polynomial of whole numbers, which float32 evaluates exactly,
-so the results have the same bits whatever the order in which JAX adds up.
+The function is a polynomial of whole numbers. float32 evaluates it exactly, so
+the order of JAX's sums does not matter.
 """
 
 import jax
@@ -31,12 +31,9 @@ def pullback(ops, tokens, weights, g):
   return jax.vjp(lambda *x: block(ops, *x), tokens, weights)[1](g)
 
 
-def pushforward(ops, tokens, weights, *tangents):
-  return jax.jvp(lambda *x: block(ops, *x), (tokens, weights), tangents)
-
-
 def forward(ops, tokens, weights, g):
-  return pushforward(ops, tokens, weights, g, weights)
+  primals, tangents = (tokens, weights), (g, weights)
+  return jax.jvp(lambda *x: block(ops, *x), primals, tangents)
 
 
 def linearized(ops, tokens, weights, g):
@@ -70,13 +67,13 @@ def forward_over_forward(ops, tokens, weights, g):
   ],
 )
 def test_derivative(case, derivative):
-  """Forward mode over another one has the results of the other one, too."""
+  """jax.jvp also returns the results of the function that it derives."""
   small_weights = np.ceil(4 * case.weights())
   case.check(derivative, case.tokens(), small_weights, case.tokens())
 
 
 def test_hessian(case):
-  """Forward over reverse mode works, with a `vmap` over directions in each."""
+  """jax.hessian is forward over reverse mode, with a `vmap` in each."""
 
   def loss(scales, ops, tokens, weights):
     recv, recv_weights = ops.dispatch(tokens, weights * scales[0])
@@ -90,9 +87,7 @@ def test_hessian(case):
   assert_same(case.run(hessian, *arrays), np.asarray(want))
 
 
-def test_a_gradient_of_one_output_alone(case):
-  """Dispatch has a gradient if its rows or its weights alone are used."""
-
+def test_dispatch_has_a_gradient_if_one_output_is_used(case):
   def of_rows(ops, tokens, weights, g):
     return jax.vjp(lambda x: ops.dispatch(x, weights)[0], tokens)[1](g)
 
@@ -104,7 +99,7 @@ def test_a_gradient_of_one_output_alone(case):
 
 
 def test_the_handle_has_no_gradient(case):
-  """The gradient of a handle is float0, as that of all integers in JAX."""
+  """It is float0, as the gradient of any integer is in JAX."""
 
   def through_handle(ops, tokens, weights, g):
     def out(handle, tokens):

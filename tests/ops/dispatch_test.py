@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ep_dispatch and its gradients equal the oracle's.
 
-Other ops are here as well where shapes, layers and sizes of rows matter.
+The tests of shapes, layers and row sizes check all ops.
 """
 
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_every_routing(routing):
   [(jnp.bfloat16, jnp.float16), (jnp.float16, jnp.bfloat16)],
 )
 def test_dtypes(dtype, weight_dtype):
-  """Weights are converted to float32, and their gradient is converted back."""
+  """Dispatch converts weights to float32, and their gradients back."""
   check(Case(layer(), "with_unused_choices"), dtype, weight_dtype)
 
 
@@ -69,10 +69,7 @@ def dispatch_each(ops, weights, *arrays):
 
 
 def test_bits_pass_unchanged():
-  """NaN payloads, infinities, subnormals and -0.0 are copied like all data.
-
-  Backends copy all of them, GPUs included.
-  """
+  """Every backend copies NaN payloads, infinities, subnormals and -0.0."""
   case = Case(layer(), specials=True)
   arrays = map(case.tokens, (jnp.float32, jnp.bfloat16, jnp.float16))
   case.check(dispatch_each, case.weights(), *arrays)
@@ -82,26 +79,23 @@ def dispatch_moved(ops, *inputs):
   return Moved(ops.dispatch(*inputs))
 
 
-def test_rows_of_bytes_come_with_their_scales():
+def test_uint8_rows_with_scales():
   case = Case(layer(alignment=4), "with_unused_choices")
   rows = np.random.default_rng(0).integers(0, 256, case.tokens().shape)
   scales = case.tokens()[:, :3].copy()
   case.check(dispatch_moved, rows.astype(np.uint8), case.weights(), scales)
 
 
-def slabs(ops, tokens, weights):
-  """Returns what was received, with zeros in the tail."""
+def segments(ops, tokens, weights):
+  """Returns the received rows and weights, with zeros in the tail."""
   group_sizes = ops.sizes().group_sizes
   recv, recv_weights = ops.dispatch(tokens, weights)
   used = jnp.arange(recv.shape[1]) < group_sizes.sum(-1, keepdims=True)
-  return (
-    jnp.where(used[..., None], recv, 0),
-    jnp.where(used, recv_weights, 0),
-  )
+  return (jnp.where(used[..., None], recv, 0), jnp.where(used, recv_weights, 0))
 
 
-def test_slabs_do_not_depend_on_the_tail():
-  """The padding of a slab is zero even if the tail is unspecified."""
+def test_segments_do_not_depend_on_the_tail():
+  """The padding of a segment is zero even if the tail is unspecified."""
   case = Case(layer(alignment=4, tail="unspecified"), "skewed")
   inputs = case.tokens(), case.weights()
-  assert_same(case.run(slabs, *inputs), case.oracle.dispatch(*inputs))
+  assert_same(case.run(segments, *inputs), case.oracle.dispatch(*inputs))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mistake that only the values show is an error on every rank.
+"""A mistake in the values of arrays is an error on every rank.
 
-It names the op, the layer, and what is wrong, and the group goes on working.
+The error names the op, the layer and the mistake. The group continues to work.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def with_id(value, at, dtype=np.int32, **options):
 
 @pytest.mark.parametrize("value", [E, -2, 2**31 - 1, -(2**31)])
 def test_an_id_out_of_range(value):
-  """Rank 2 alone has the id, and the error of every rank says where it is."""
+  """Only rank 2 has the id, and every rank's error gives its position."""
   words = [
     'ep_prepare(layer "moe_3")',
     "rank 2",
@@ -71,16 +71,16 @@ def test_an_expert_twice_in_a_token():
 
 
 def test_an_error_reaches_every_rank_of_its_domain(capfd):
-  """Ranks of other domains do not wait for it, and may succeed before."""
+  """Ranks of other domains do not wait for the failed rank."""
   bad = with_id(E, (0, 0), mesh="dp2_ep2")
   words = ["ep_prepare", "moe_3", "rank 0", "topk_idx[0, 0] = 8"]
   for rank, error in bad.errors(sizes).items():
     for word in words if rank < 2 or error else []:
       assert word in error
   if bad.layer.group.backend == "host":
-    # Every process prints the failure, because XLA ends a process that waits
-    # for the failed rank in a psum. Another domain's processes may print it
-    # later than their own results arrive.
+    # Every process prints the failure, because XLA terminates a process that
+    # waits for the failed rank in a psum. A process of another domain may print
+    # the failure after its own results arrive.
     printed = ""
     deadline = time.monotonic() + TIMEOUT_S
     while not all(word in printed for word in words):
@@ -90,8 +90,8 @@ def test_an_error_reaches_every_rank_of_its_domain(capfd):
   Case(bad.layer).check(sizes)
 
 
-def test_a_call_that_jax_has_seen_before_fails_with_an_ep_error():
-  """JAX's C++ call path may raise a ValueError, which EpError includes."""
+def test_a_repeated_call_raises_an_ep_error():
+  """JAX's C++ fast path may raise a ValueError, which EpError includes."""
   bad = with_id(E, (0, 0))
   program = jax.jit(lambda idx: ep.ep_prepare(bad.layer, idx).group_sizes)
   jax.block_until_ready(program(bad.put(Case(bad.layer).topk_idx)))
@@ -123,9 +123,7 @@ def of_another_layer(handle, _):
 def of_another_group(handle, _):
   """Gives the handle a group of the same sizes, except for its experts."""
   larger = group(
-    num_experts=2 * E,
-    alignment=4,
-    recv_capacity_per_rank=handle.layer.capacity,
+    num_experts=2 * E, alignment=4, recv_capacity_per_rank=handle.layer.capacity
   )
   return dataclasses.replace(handle, layer=ep.EpLayerConfig(larger))
 
@@ -180,9 +178,9 @@ def combine_bwd(ops, cotangent):
   ],
 )
 def test_a_handle_that_was_not_prepared(corrupt, op):
-  """The bytes of a handle are checked before they are used as addresses."""
+  """The op checks the bytes of a handle before it uses them as addresses."""
   if GPU and corrupt not in [*CORRUPTIONS][:5]:
-    pytest.skip("NCCL EP trusts its part of a handle")
+    pytest.skip("NCCL EP does not check its data in a handle")
   case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")
   handles = [x.run(handle_of) for x in (case, other)]
   handle = jax.jit(CORRUPTIONS[corrupt])(*handles)
@@ -226,8 +224,8 @@ def test_an_op_after_finalize(compiled_before):
     assert word in str(error.value)
 
 
-def test_the_end_of_a_group_waits_for_programs_in_flight():
-  """lifetime_test has `ep_finalize`, which fails those that are not done."""
+def test_leaving_a_groups_context_waits_for_programs_in_flight():
+  """`ep_finalize` instead fails them; see lifetime_test."""
   with bootstrap(make_mesh({"ep": 4})) as group:
     case = Case(ep.EpLayerConfig(group), whole=True)
     inputs = case.tokens(), case.weights()

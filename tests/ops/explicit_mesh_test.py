@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On Explicit axes, the default of `jax.make_mesh`, any sharding will do."""
+"""Ops on Explicit axes, the default of `jax.make_mesh`, take any sharding."""
 
 import collections
 import functools
@@ -53,7 +53,7 @@ def everything(layer, *args):
 
 
 def with_grads(layer, parts=PARTS):
-  """Returns a function that gives the result and the gradients of each part."""
+  """Returns a function of the result and the gradients of each part."""
 
   def call(*args):
     found = {}
@@ -72,7 +72,7 @@ def as_needed(mesh, x, params):
 
 
 def otherwise(mesh, x, params):
-  """Splits the first axis of each array, if it can be, over other axes."""
+  """Splits the first axis of each array of even length over other axes."""
 
   def place(x, axes):
     return to_global(x, mesh, PartitionSpec(None if len(x) % 2 else axes))
@@ -88,7 +88,7 @@ def layer(*axis_types):
 
 @functools.cache
 def compiled(*axis_types):
-  """Returns a program whose arguments are where they are needed."""
+  """Returns a program whose arguments need no resharding."""
   bound = layer(*axis_types)
   args = as_needed(bound.group.mesh, *inputs())
   return jax.jit(with_grads(bound)).lower(*args).compile()
@@ -140,24 +140,24 @@ def test_numpy_arrays_on_axes_of_both_kinds():
 
 
 def test_outside_of_jit(recwarn):
-  """An array that JAX moves gives a warning that names it."""
+  """A warning names each array that JAX reshards."""
   bound = layer(*EXPLICIT)
   check_outputs(everything(bound, *otherwise(bound.group.mesh, *inputs())))
   wrong = {"x", "tokens", "topk_idx", "topk_weights", "w_up", "w_gate"}
-  assert moved_arrays(recwarn) >= wrong
+  assert resharded_arrays(recwarn) >= wrong
 
 
-def moved_arrays(warnings):
-  moved = {str(w.message).split(" of shape")[0] for w in warnings}
-  return {m.rpartition(": ")[2] for m in moved if "layer" in m}
+def resharded_arrays(warnings):
+  resharded = {str(w.message).split(" of shape")[0] for w in warnings}
+  return {m.rpartition(": ")[2] for m in resharded if "layer" in m}
 
 
 def test_gradients_outside_of_jit(recwarn):
-  """JAX itself demands the context for them, even for those of a sum."""
+  """JAX demands the mesh context for gradients, even for the one of a sum."""
   bound = layer(*EXPLICIT)
   with jax.set_mesh(bound.group.mesh):
     check(with_grads(bound, [moe_layer]), as_needed)
-  assert not moved_arrays(recwarn)
+  assert not resharded_arrays(recwarn)
 
 
 def test_an_array_of_one_device_is_refused():

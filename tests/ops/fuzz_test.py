@@ -4,10 +4,10 @@
     python -m pytest tests/ops/fuzz_test.py --fuzz_cases=3000 --fuzz_seed=7
 
 A failure prints the command that repeats it alone. Case i of a seed does not
-depend on the other cases that run. There is one layer for `ROUTINGS` cases,
-because each layer needs a compiled program; each case has its own routing and
-arrays. Every other case has special values among its numbers. The backend "xla"
-takes every fourth layer, because XLA compiles its programs for longer.
+depend on the other cases of the run. `ROUTINGS` cases share a layer, because
+each layer needs a compiled program; each case draws another routing and other
+arrays. Every second case has special values among its numbers. The xla backend
+runs every fourth layer, because XLA compiles its programs more slowly.
 """
 
 import os
@@ -43,7 +43,7 @@ def draw_layer(rng):
   tokens = int(rng.integers(1, 10))
   alignment = int(rng.choice([1, 2, 3, 4, 8]))
   worst = ep_size * tokens * min(top_k, local) + local * (alignment - 1)
-  slabs = int(rng.integers(local, max(local, worst // alignment) + 1))
+  segments = int(rng.integers(local, max(local, worst // alignment) + 1))
   overflow = str(rng.choice(["error", "drop"]))
   policies = ["slot", "slot", "weight", "fair"] if overflow == "drop" else []
   options = dict(
@@ -53,14 +53,14 @@ def draw_layer(rng):
     alignment=alignment,
     overflow=overflow,
     hidden_dim=int(rng.integers(1, 20)),
-    recv_capacity_per_rank=None if rng.random() < 0.4 else slabs * alignment,
+    recv_capacity_per_rank=None if rng.random() < 0.4 else segments * alignment,
     drop_by=str(rng.choice(policies or ["slot"])),
   )
   return Draw(mesh, options, DTYPES[rng.integers(len(DTYPES))])
 
 
 def draw_routing(rng, draw, ranks):
-  """Draws `[ranks * T, K]`, some of it unused, some experts frequent."""
+  """Draws choices `[ranks * T, K]`, with unused ones and frequent experts."""
   num_experts = draw.options["num_experts"]
   shape = ranks * draw.options["max_tokens_per_rank"], num_experts
   demand = rng.choice([0, 1, 4]) * rng.permutation(num_experts)
@@ -72,7 +72,7 @@ def draw_routing(rng, draw, ranks):
 
 
 def draw_weights(rng, draw, routing):
-  """Draws weights, some of them equal, or None if they order nothing."""
+  """Draws weights, some equal, or None if the policy reads none."""
   if draw.options["drop_by"] == "slot":
     return None
   return rng.integers(-9, 9, routing.shape).astype(np.float32)
@@ -93,7 +93,8 @@ def test_fuzz(request, layer, backend):
   wanted = range(first, first + option("fuzz_cases"))
   rng = np.random.default_rng([seed, layer])
   draw = draw_layer(rng)
-  if backend == "xla":  # It decides by the same code, and compiles it for long.
+  # Both backends share the code of drop policies, which XLA compiles slowly.
+  if backend == "xla":
     options = draw.options | dict(drop_by="slot")
     draw = draw._replace(options=options)
   mesh = make_mesh(MESHES[draw.mesh])
@@ -126,7 +127,7 @@ def check(case, draw):
   too_few = is_lost.reshape(domains, -1).any(-1)
   if draw.options["overflow"] == "drop" or not too_few.any():
     return case.check(everything, *case.inputs(draw.dtype))
-  # Ranks of other domains may have finished before.
+  # Ranks of other domains may have finished before the error.
   for rank, error in case.errors(sizes).items():
     if error or too_few[rank // case.layer.ep_size]:
       assert f"the capacity is {case.layer.capacity};" in error

@@ -1,12 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows beyond a rank's capacity are an error on all ranks, or are dropped."""
+"""Rows beyond a rank's capacity are an error, or the op drops some of them.
 
+The drop policies choose the rows that the reference chooses.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
-from cases import Case
-from groups import layer
-from op_functions import everything, round_trip, sizes
+from cases import assert_same, Case, global_view, local_view, lower
+from conftest import to_global
+import ep
+from ep._src.ops import reference
+from ep.testing._routings import ROUTINGS
+from groups import BACKEND, E, group, H, K, layer, of_one_process, ranks, spec
+import op_functions
+from op_functions import Moved, Ops, round_trip, sizes
+import quick_compiler
+
+T = 12
 
 
 def full_layer(overflow, capacity, **options):
@@ -28,8 +44,7 @@ def test_an_error_on_every_rank_after_which_the_group_works():
   fits.check(round_trip, fits.tokens(), fits.weights())
 
 
-def test_the_cure_has_the_argument_that_was_passed():
-  """The error of a layer with a capacity_factor names it."""
+def test_the_error_names_the_argument_to_raise():
   config = layer(overflow="error", capacity_factor=1.0)
   case = Case(config, "to_one_expert")
   rows = case.layer.capacity
@@ -41,7 +56,7 @@ def test_a_capacity_that_just_suffices(overflow, alignment):
   wanted = needed_rows(Case(layer(alignment=alignment), "skewed"))
   config = full_layer(overflow, wanted, alignment=alignment)
   case = Case(config, "skewed", whole=True)
-  case.check(everything, *case.inputs())
+  case.check(op_functions.everything, *case.inputs())
 
 
 def test_one_row_too_few():
@@ -51,11 +66,275 @@ def test_one_row_too_few():
 
 
 @pytest.mark.parametrize(
-  "mesh, alignment, capacity",
-  [("dp2_ep2", 1, 11), ("ep4", 4, 8)],
+  "mesh, alignment, capacity", [("dp2_ep2", 1, 11), ("ep4", 4, 8)]
 )
 @pytest.mark.parametrize("routing", ["skewed", "to_one_expert", "idle"])
-def test_drop(mesh, routing, alignment, capacity):
+def test_drops_without_weights(mesh, routing, alignment, capacity):
   config = full_layer("drop", capacity, mesh=mesh, alignment=alignment)
   case = Case(config, routing, whole=True)
-  case.check(everything, *case.inputs())
+  case.check(op_functions.everything, *case.inputs())
+
+
+def narrow_layer(mesh, rows_per_rank, backend=BACKEND, **options):
+  """Returns a layer of a group for T tokens, with this capacity."""
+  options = dict(overflow="drop") | options
+  wide = group(mesh, max_tokens_per_rank=T, backend=backend)
+  return ep.EpLayerConfig(wide, recv_capacity_per_rank=rows_per_rank, **options)
+
+
+def draw_weights(rng, kind, shape):
+  """Returns float32 [N, K]."""
+  special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0])
+  values = {
+    "equal": [1.0],
+    "zeros": [0.0, -0.0],
+    "ties": [-0.25, 0.0, 0.25, 0.5],
+    "special": special,
+  }
+  if kind == "distinct":
+    return rng.standard_normal(shape).astype(np.float32)
+  return rng.choice(values[kind], shape).astype(np.float32)
+
+
+KINDS = [
+  ("skewed", "distinct"),
+  ("skewed", "equal"),
+  ("skewed", "ties"),
+  ("skewed", "special"),
+  ("skewed", "zeros"),
+  ("to_one_expert", "distinct"),
+  ("idle_rank", "special"),
+  ("with_unused_choices", "ties"),
+  ("balanced", "distinct"),
+  ("idle", "distinct"),
+]
+
+
+def cases_of(config, dtype=np.float32):
+  """Yields a case of each routing."""
+  rng = np.random.default_rng(0)
+  shape = ranks(config) * T, K
+  for kind, kind_of_weights in KINDS:
+    ids = ROUTINGS[kind](rng, shape, E).astype(np.int32)
+    weights = draw_weights(rng, kind_of_weights, shape).astype(dtype)
+    yield Case(config, ids, lead=(T,), routing_weights=weights)
+
+
+def everything(ops, weights, tokens, rows, row_weights):
+  recv = ops.dispatch(tokens, weights)
+  return dict(
+    sizes=ops.sizes(),
+    dispatch=Moved(recv),
+    combine=ops.combine(*recv),
+    dispatch_bwd=ops.dispatch_bwd((tokens, weights), (rows, row_weights)),
+  )
+
+
+@pytest.mark.parametrize(
+  "mesh, drop_by, rows, view",
+  [("dp2_ep2", "weight", 32, local_view), ("ep4", None, 40, global_view)],
+)
+def test_policies(mesh, drop_by, rows, view):
+  options = dict(drop_by=drop_by, alignment=8)
+  for case in cases_of(narrow_layer(mesh, rows, **options), jnp.bfloat16):
+    _, weights = case.routing
+    inputs = weights, case.tokens(), case.rows(), case.row_weights()
+    with np.errstate(all="ignore"):
+      expected = everything(case.oracle, *inputs)
+    assert_same(case.run(everything, *inputs, view=view), expected)
+
+
+@of_one_process
+def test_policies_on_xla():
+  """The xla backend shares the code that decides, so one mesh is enough."""
+  options = dict(drop_by="fair", alignment=8)
+  for case in cases_of(narrow_layer("ep2_dp2", 32, "xla", **options)):
+    case.check(sizes)
+
+
+@of_one_process
+def test_vmap_is_one_exchange_for_each_example():
+  config = narrow_layer("ep4", 30, drop_by="fair")
+  cases = list(cases_of(config))
+  routings = zip(*(case.routing for case in cases), strict=True)
+  axes = PartitionSpec(None, *spec(config))
+  args = [to_global(np.stack(x), config.group.mesh, axes) for x in routings]
+
+  @functools.partial(jax.jit, compiler_options=quick_compiler.QUICK)
+  @jax.vmap
+  def program(*routing):
+    return sizes(Ops(ep.ep_prepare(config, *routing)))
+
+  expected = [sizes(case.oracle) for case in cases]
+  assert_same(program(*args), jax.tree.map(lambda *x: np.stack(x), *expected))
+
+
+@of_one_process
+def test_a_layer_that_drops_equals_a_layer_of_the_kept_choices():
+  config = narrow_layer("ep4", 16, drop_by="weight")
+  case = next(cases_of(config))
+  ids, weights = case.routing
+  kept = np.where(sizes(case.oracle).kept, ids, -1).astype(np.int32)
+  wide = ep.EpLayerConfig(config.group)
+  rng = np.random.default_rng(1)
+  matrices = dict(
+    w_up=rng.standard_normal((E, H, 4)).astype(np.float32),
+    w_down=rng.standard_normal((E, 4, H)).astype(np.float32),
+  )
+  axis = PartitionSpec(config.group.axis_name)
+  experts = {
+    n: to_global(x, wide.group.mesh, axis) for n, x in matrices.items()
+  }
+
+  def grads(layer, experts, ids, tokens, weights):
+    def loss(tokens, weights):
+      out, handle = ep.moe_layer(
+        layer, tokens, ids, weights, **experts, return_handle=True
+      )
+      return jnp.sin(out).sum(), (out, handle.kept)
+
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)(tokens, weights)
+
+  @functools.partial(jax.jit, compiler_options=quick_compiler.QUICK)
+  def both(experts, ids, kept, *args):
+    return (
+      grads(config, experts, ids, *args),
+      grads(wide, experts, kept, *args),
+    )
+
+  args = map(case.put, (ids, kept, case.tokens(), weights))
+  results = both(experts, *args)
+  for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+    for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+      np.testing.assert_allclose(x.data, y.data, rtol=1e-5, atol=1e-5)
+
+
+# The example of docs/semantics.md: the experts and weights of tokens A to F.
+EXAMPLE = np.array([[[0], [0], [0]], [[0], [1], [2]]])
+WEIGHTS = np.array([[[9], [5], [4]], [[7], [2], [6]]]) / 10
+
+
+@pytest.mark.parametrize(
+  "drop_by, kept", [("slot", "ABF"), ("weight", "ADF"), ("fair", "AEF")]
+)
+def test_the_worked_example(drop_by, kept):
+  """The expected results were worked out by hand."""
+  is_kept = reference.assign(
+    EXAMPLE, WEIGHTS, num_experts=4, capacity=2, drop_by=drop_by
+  )
+  names = zip("ABCDEF", is_kept.flat, strict=True)
+  assert "".join(name for name, is_kept in names if is_kept) == kept
+
+
+@pytest.fixture(scope="module")
+def short():
+  """Returns a case of a layer without enough rows."""
+  config = narrow_layer("ep4", 16, drop_by="fair")
+  return next(cases_of(config))
+
+
+def test_no_tokens(short):
+  none = np.zeros((0, K))
+  ids, weights = none.astype(np.int32), none.astype(np.float32)
+  case = Case(short.layer, ids, lead=(0,), routing_weights=weights)
+  assert case.run(sizes).kept.shape == (0, K)
+
+
+@of_one_process
+def test_the_routing_of_a_checkpointed_block_is_exchanged_once(short):
+  """The capacity is short, so the routing needs two exchanges."""
+
+  def loss(tokens, ids, weights):
+    @jax.checkpoint
+    def block(tokens):
+      ops = Ops(ep.ep_prepare(short.layer, ids, weights))
+      rows, gates = ops.dispatch(tokens, weights)
+      return ops.combine(jnp.sin(rows), gates)
+
+    return block(tokens).sum()
+
+  step = jax.jit(jax.value_and_grad(loss))
+  args = map(short.put, (short.tokens(), *short.routing))
+  assert step.lower(*args).as_text().count("custom_call @ep_prepare(") == 2
+
+
+@of_one_process
+def test_a_capacity_for_any_routing_needs_no_exchange():
+  wide = ep.EpLayerConfig(
+    group("ep4", max_tokens_per_rank=T), overflow="drop", drop_by="fair"
+  )
+  ids = jax.ShapeDtypeStruct((4 * T, K), jnp.int32)
+  weights = jax.ShapeDtypeStruct((4 * T, K), jnp.float32)
+  prepare = jax.make_jaxpr(functools.partial(ep.ep_prepare, wide))
+  assert "ep_assign" not in str(prepare(ids, weights))
+  slots = ep.EpLayerConfig(
+    wide.group, overflow="drop", recv_capacity_per_rank=8
+  )
+  prepare = jax.make_jaxpr(functools.partial(ep.ep_prepare, slots))
+  assert "ep_assign" not in str(prepare(ids))
+
+
+@pytest.mark.parametrize(
+  "changes, words",
+  [
+    ({(13, 1): E}, ["topk_idx[1, 1] = 8", "rank 1"]),
+    ({(2, 0): 0, (2, 1): 1, (2, 2): 0}, ["topk_idx[2, 2] = 0 repeats"]),
+    ({(2, 2): -2}, ["topk_idx[2, 2] = -2", "rank 0"]),
+  ],
+)
+def test_wrong_ids_are_reported_on_every_rank(short, changes, words):
+  """They are reported even if the policy drops the wrong choice."""
+  ids, weights = short.routing
+  ids = ids.copy()
+  for at, value in changes.items():
+    ids[at] = value
+  case = Case(short.layer, ids, lead=(T,), routing_weights=weights)
+  case.check_error(words, sizes)
+
+
+@of_one_process
+def test_weights_that_do_not_fit_are_refused(short):
+  ids = jnp.zeros((4 * T, K), jnp.int32)
+  weights = jnp.zeros((4 * T, K))
+
+  def refuse(fn, *words):
+    with pytest.raises((ValueError, TypeError)) as error:
+      jax.eval_shape(fn)
+    for word in words:
+      assert word in str(error.value)
+
+  prepare = functools.partial(ep.ep_prepare, short.layer)
+  refuse(lambda: prepare(ids), "topk_weights is None", "fair")
+  refuse(lambda: prepare(ids, weights[:, 1:]), "topk_weights", "(48, 2)")
+  refuse(lambda: prepare(ids, ids), "int32", "floating")
+  refuse(lambda: prepare(ids[:, 1:], weights[:, 1:]), "(48, 2)", "top_k")
+  # The op also checks weights that no policy reads.
+  wide = ep.EpLayerConfig(short.layer.group)
+  refuse(lambda: ep.ep_prepare(wide, ids, ids), "topk_weights is int32")
+
+
+@of_one_process
+def test_layers_share_the_code_of_the_policy(short):
+  """The program contains it once for layers that differ only in their names."""
+  layers = [short.layer.replace(name=f"{i}") for i in range(3)]
+
+  def call(ids, weights):
+    return [ep.ep_prepare(layer, ids, weights) for layer in layers]
+
+  args = map(short.put, short.routing)
+  text = jax.jit(call).lower(*args).as_text()
+  assert text.count("call @_assign(") == 3
+  assert text.count("func.func private @_assign(") == 1
+
+
+@of_one_process
+def test_the_collectives_of_a_policy_are_not_hidden(short):
+  """The check allows these collectives by name, and reports all others."""
+  compiled = lower((short, sizes)).compile()
+  assert "all-gather" in compiled.as_text()
+  ep.assert_no_hidden_collectives(compiled)
+  without = (
+    compiled.as_text().replace("ep_assign", "x").replace("ep_prepare", "x")
+  )
+  with pytest.raises(AssertionError, match="all-gather"):
+    ep.assert_no_hidden_collectives(without)

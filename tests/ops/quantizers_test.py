@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers have the bits of the contract, whoever compiles them.
+"""Quantizers give the bits of the contract.
 
-The oracle takes one block after the other, in float64 or in NumPy's float32,
-and leaves float8 to ml_dtypes. The quantizers do neither.
+The oracle computes block by block, in float64 or in NumPy's float32, and
+converts to float8 with ml_dtypes. The quantizers do neither.
 """
 
 import math
@@ -71,13 +71,13 @@ def dequantized(rows, scales, dtype):
 
 
 def padded(x, length):
-  """Returns `x` with zeros after it."""
+  """Appends zeros to `x`."""
   shape = length - len(x), *x.shape[1:]
   return np.concatenate([x, np.zeros(shape, x.dtype)])
 
 
 def check(x, format):
-  """Checks all blocks of `x`, in a program that other tests share."""
+  """Checks all blocks of `x`, in a program that all tests share."""
   x = padded(x.reshape(-1), -(-x.size // 256) * 256).reshape(-1, 256)
   with np.errstate(all="ignore"):
     want = quantized(x, format)
@@ -110,7 +110,7 @@ def test_normal_numbers_of_every_size(format, dtype):
 @FORMATS
 @DTYPES
 def test_special_numbers(format, dtype):
-  """Denormals, zeros, infinities and NaNs stand among others and alone."""
+  """Blocks contain some or only denormals, zeros, infinities or NaNs."""
   rng = np.random.default_rng(0)
   check(_numbers.with_specials(rng, normal((200, 256), dtype)), format)
   alone = np.repeat(_numbers.special_values(jnp.dtype(dtype))[:, None], 128, 1)
@@ -120,7 +120,7 @@ def test_special_numbers(format, dtype):
 @FORMATS
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_every_number_of_16_bits(format, dtype):
-  """They stand in blocks of near numbers, and of any."""
+  """Blocks contain adjacent numbers, and then shuffled numbers."""
   in_order = np.arange(1 << 16, dtype=np.uint16)
   mixed = np.random.default_rng(0).permutation(in_order)
   for bits in in_order, mixed:
@@ -129,7 +129,7 @@ def test_every_number_of_16_bits(format, dtype):
 
 @FORMATS
 def test_ties_and_neighbors_of_ties(format):
-  """Every float8, every middle of two, and the float32 beside each."""
+  """Every float8, every midpoint of two, and the adjacent float32 numbers."""
   codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
   floats = codes.astype(np.float32)
   points = np.concatenate([floats, (floats[1:] + floats[:-1]) / 2])
@@ -158,8 +158,8 @@ def test_scales_round_up(format):
 @pytest.mark.parametrize(
   "scale_type", ["float32", "bfloat16", "float8_e8m0fnu"]
 )
-def test_any_rows_of_one_byte_have_values(row_type, scale_type):
-  """No compiler has a denormal product, however small or large a scale is."""
+def test_dequantize_of_every_row_and_scale_type(row_type, scale_type):
+  """The product is never denormal, however small the scale is."""
   rows = np.tile(np.arange(256, dtype=np.uint8), (80, 1)).view(row_type)
   scales = 2.0 ** np.linspace(-149, 127, 320).reshape(80, 4)
   if scale_type != "float8_e8m0fnu":
@@ -168,13 +168,13 @@ def test_any_rows_of_one_byte_have_values(row_type, scale_type):
   with np.errstate(all="ignore"):
     want = dequantized(rows, scales, np.float32)
   assert_shards_equal(dequantize(rows, scales, np.float32), want)
-  # XLA multiplies constants itself, and flushes no denormal.
+  # XLA folds constants without flushing denormals.
   folded = jax.jit(lambda: ep.quant.dequantize(rows, scales, np.float32))
   assert_shards_equal(folded(), want)
 
 
 def test_every_scale_of_8_bits():
-  """Those below 2^-117 are zeros, and 255 is a NaN."""
+  """Scales below 2^-117 count as zero, and 255 is NaN."""
   scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
   rows = normal((256, 32), ml_dtypes.float8_e4m3fn)
   with np.errstate(all="ignore"):
@@ -185,7 +185,7 @@ def test_every_scale_of_8_bits():
 
 @FORMATS
 def test_no_rows(format):
-  """There is no scale either, and shapes and types are as with rows."""
+  """Results without rows have no scales, and the usual dtypes."""
   x = normal((2, 0, BLOCKS[format]), jnp.bfloat16)
   rows, scales = quantize(x, format)
   assert (rows.shape, scales.shape) == (x.shape, (2, 0, 1))

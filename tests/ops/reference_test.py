@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference agrees with simple loops over single rows.
 
-`RowByRow` appends rows to lists and pads them. It shares neither code nor
-method with the vectorised reference.
+`RowByRow` appends rows to lists and pads the lists. The vectorized reference
+uses another method.
 """
 
 import functools
@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from ep._src.ops import reference
+from layer_steps import assert_same_bits
 
 P, T, K, E, H = 3, 5, 3, 12, 7
 L = E // P
 
 
 class RowByRow:
-  """Computes the contract one row at a time."""
+  """Computes the contract row by row."""
 
   def __init__(self, topk_idx, alignment, capacity):
     self.capacity = capacity
@@ -27,23 +28,23 @@ class RowByRow:
     self.dropped_counts = []
     self.source = {}  # (rank, slot) -> (source rank, token, choice)
     for rank in range(P):
-      slabs = [self._slab(topk_idx, rank * L + j) for j in range(L)]
+      segments = [self._segment(topk_idx, rank * L + j) for j in range(L)]
       rows = []
-      for slab in slabs:
-        padding = [None] * (-len(slab) % alignment)
+      for segment in segments:
+        padding = [None] * (-len(segment) % alignment)
         start = len(rows)
-        rows += slab + padding
+        rows += segment + padding
         kept = rows[start:capacity]
         self.group_sizes.append(len(kept))
         self.token_counts.append(sum(r is not None for r in kept))
-        self.dropped_counts.append(len(slab) - self.token_counts[-1])
+        self.dropped_counts.append(len(segment) - self.token_counts[-1])
       self.total.append(len(rows))
       for slot, source in enumerate(rows[:capacity]):
         if source is not None:
           self.source[rank, slot] = source
 
   @staticmethod
-  def _slab(topk_idx, expert):
+  def _segment(topk_idx, expert):
     return [
       (p, t, k)
       for p in range(P)
@@ -100,23 +101,13 @@ DTYPES = pytest.mark.parametrize(
 def routings(rng, alignment, capacity):
   idx = choices(rng)
   routing = reference.prepare(
-    idx,
-    num_experts=E,
-    capacity=capacity,
-    alignment=alignment,
+    idx, num_experts=E, capacity=capacity, alignment=alignment
   )
   return routing, RowByRow(idx, alignment, capacity)
 
 
 def normal(rng, *shape, dtype=np.float32):
   return rng.standard_normal(shape).astype(dtype)
-
-
-def assert_same_bits(actual, expected):
-  actual = np.asarray(actual)
-  assert actual.dtype == expected.dtype
-  assert actual.shape == expected.shape
-  assert actual.tobytes() == expected.tobytes()
 
 
 @LAYOUTS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mistake that the shapes show is refused when the program is traced.
+"""Tracing refuses mistakes in shapes, dtypes and types of arguments.
 
-The error names the op, the layer, and what is wrong.
+The error names the op, the layer and the mistake.
 """
 
 import jax
@@ -26,7 +26,7 @@ def ids(*shape, dtype=np.int32):
 
 
 def assert_refused(fn, *words):
-  """Checks that tracing `fn` is enough to see the mistake."""
+  """Checks that tracing `fn` raises an error with all words."""
   with pytest.raises((ValueError, TypeError)) as error:
     jax.eval_shape(fn)
   for word in words:
@@ -107,7 +107,7 @@ def test_a_routing_of_other_tokens():
 
 @pytest.mark.parametrize("array", [np.asarray, np.ndarray.tolist])
 def test_arrays_of_numpy_and_lists(array):
-  """Whatever `jnp.asarray` takes is an array."""
+  """Ops take any argument that `jnp.asarray` takes."""
 
   def call():
     handle = prepare(array(ids(N, K)))
@@ -129,7 +129,7 @@ def test_arrays_of_numpy_and_lists(array):
   ],
 )
 def test_a_batch_that_does_not_divide_over_the_ranks(n, name, call):
-  """The error names the array, the ranks and what to do."""
+  """The error names the array, the ranks and the remedy."""
   words = [name, f"({n}, ", "4 ranks", "multiple of 4", "-1", "pad=True"]
   assert_refused(lambda: call(n), *words)
 
@@ -146,6 +146,10 @@ def test_a_batch_that_does_not_divide_over_the_ranks(n, name, call):
       lambda: moe(layer(), activation="gelu"),
       ["moe_layer", "activation", "'gelu'", "str", "jax.nn.gelu"],
     ),
+    (
+      lambda: prepare(config=layer(overflow="chunk", capacity_factor=1.0)),
+      ["ep_prepare", '"chunk"', "ep.MoE"],
+    ),
     (lambda: moe(layer(), activation="best"), ["'best'", "a function"]),
     (lambda: ep.describe(layer()), ["describe", "EpLayerConfig", "EpHandle"]),
     (
@@ -158,7 +162,7 @@ def test_a_batch_that_does_not_divide_over_the_ranks(n, name, call):
     ),
   ],
 )
-def test_arguments_that_were_mixed_up(call, words):
+def test_arguments_of_the_wrong_kind(call, words):
   assert_refused(call, *words)
 
 
@@ -220,7 +224,7 @@ def whole_layer(ids):
   ],
 )
 def test_no_integer_of_numpy_or_python_wraps(shape, call):
-  """JAX would keep the low 32 bits of each, or the bits of a uint32 as -1."""
+  """JAX would keep the low 32 bits, and turn a large uint32 into -1."""
   jax.eval_shape(lambda: call(np.zeros(shape, np.int64)))
   for wide, form in [
     (-(2**33) + 1, np.asarray),
@@ -233,7 +237,7 @@ def test_no_integer_of_numpy_or_python_wraps(shape, call):
 
 
 def test_no_integer_of_a_program_wraps():
-  """A value that is refused when it runs is not a valid id or size."""
+  """A program turns such a value into an invalid id or size."""
   route = jax.jit(lambda i: ep.route_topk(zeros(1, E), 1, forced_idx=i)[0])
   multiply = jax.jit(ep.grouped_matmul)
   for value in 2**32 + 3, -(2**40) + 3, 2**32 - 1:

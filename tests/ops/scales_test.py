@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of one byte and their scales go where the oracle says, bit for bit."""
+"""Dispatch sends fp8 and int8 rows with their scales as the oracle does."""
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +14,24 @@ from parameters import EVERY_ROUTING
 
 
 def any_bits(shape, dtype, seed):
-  """Returns an array of any bits, so also of NaNs of all kinds."""
+  """Draws random bits, which include all NaNs."""
   rng, dtype = np.random.default_rng(seed), jnp.dtype(dtype)
   bits = rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize))
   return bits.astype(np.uint8).view(dtype)
 
 
 def inputs(case, row_dtype="float8_e4m3fn", scale_dtype="float32", count=3):
-  """Returns rows, weights and `count` scales of each row."""
+  """Draws rows, weights and `count` scales per row."""
   weights = case.weights()
   lead = weights.shape[:-1]
   rows = any_bits((*lead, H), row_dtype, 1)
   return rows, weights, any_bits((*lead, count), scale_dtype, 2)
 
 
-def moved(ops, *args):
+def copied(ops, *args):
   return Moved(dispatch(ops, *args))
 
 
-# All rows are of one byte, so where scales begin depends on the scales alone.
 @pytest.mark.parametrize(
   "options, row_dtype, scale_dtype, count",
   [
@@ -44,18 +43,18 @@ def moved(ops, *args):
 )
 def test_dtypes_and_layers(options, row_dtype, scale_dtype, count):
   case = Case(layer(**options), "with_unused_choices")
-  case.check(moved, *inputs(case, row_dtype, scale_dtype, count))
+  case.check(copied, *inputs(case, row_dtype, scale_dtype, count))
 
 
 @pytest.mark.parametrize("view", [global_view, local_view])
 @EVERY_ROUTING
 def test_every_routing_in_both_views(routing, view):
   case = Case(layer(alignment=2), routing)
-  case.check(moved, *inputs(case), view=view)
+  case.check(copied, *inputs(case), view=view)
 
 
 def test_no_tokens():
-  """Each rank receives zeros alone."""
+  """Each rank receives only zeros."""
   case = Case(layer(), np.zeros((0, K), np.int32), lead=(0,))
   found = case.run(dispatch, *inputs(case))
   for part, width in zip(found, [(H,), (), (3,)], strict=True):
@@ -63,15 +62,14 @@ def test_no_tokens():
     assert_same(part, zeros)
 
 
-def test_drops():
-  """A row that finds no room has no scales either."""
+def test_dropped_rows_have_no_scales():
   options = dict(overflow="drop", drop_by="slot", recv_capacity_per_rank=8)
   case = Case(layer(**options), "skewed")
-  case.check(moved, *inputs(case))
+  case.check(copied, *inputs(case))
 
 
 def test_checked_mode_marks_the_tail():
-  """Bytes past the last slab are ones: NaN in every type of floats."""
+  """The tail is filled with ones, which are NaN in every float type."""
   case = Case(layer(alignment=4, tail="unspecified"), "skewed")
   arrays = inputs(case)
   with ep.checked():
@@ -89,7 +87,7 @@ def test_checked_mode_marks_the_tail():
 
 
 def test_derivatives_of_weights():
-  """Weights have the oracle's gradient; rows and scales have none."""
+  """Weights have the oracle's gradient; scales have a zero gradient."""
   case = Case(layer(alignment=4), "with_unused_choices")
   rows, weights, scales = inputs(case)
   g = case.row_weights()
@@ -98,8 +96,8 @@ def test_derivatives_of_weights():
     def of_floats(weights, scales):
       return ops.dispatch(rows, weights, scales)[1]
 
-    moves = 2 * weights, jnp.zeros_like(scales)
-    _, tangent = jax.jvp(of_floats, (weights, scales), moves)
+    tangents = 2 * weights, jnp.zeros_like(scales)
+    _, tangent = jax.jvp(of_floats, (weights, scales), tangents)
     _, vjp = jax.vjp(of_floats, weights, scales)
     return tangent, vjp(g)
 

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's transformations work on functions that exchange tokens.
 
-Other files test some subjects more closely: derivatives_test has derivatives of
-derivatives, handle_test has the places where a handle can be used, and
-views_test has the views and the types of mesh axes. In each test here, one rank
-has no tokens to send.
+See derivatives_test for derivatives of derivatives, handle_test for handles in
+loops and checkpoints, prepare_test for branches, and views_test for the views.
+In each test here, one rank has no tokens to send.
 """
-
-import functools
 
 import jax
 from jax import export, lax
@@ -20,10 +17,10 @@ from cases import assert_same, Case, exchanges, expected, jit_quickly
 from conftest import assert_alike, make_mesh, to_global
 import ep
 from ep._src.base.backend import OPS
-from groups import bootstrap, E, H, layer, not_with_xla, spec
+from groups import bootstrap, E, layer, not_with_xla, spec
 from op_functions import block, block_and_back, Ops, round_trip
 
-SCALES = np.arange(1, 3, dtype=np.float32)  # one for each layer
+SCALES = np.arange(1, 3, dtype=np.float32)  # one per layer
 
 
 @pytest.fixture(name="case")
@@ -32,7 +29,7 @@ def case_with_an_idle_rank():
 
 
 def inputs(case):
-  """Returns tokens and weights whose products are exact in float32."""
+  """Draws tokens and weights whose products are exact in float32."""
   return case.tokens(), np.ceil(4 * case.weights())
 
 
@@ -59,9 +56,6 @@ def with_grads(fn, primals, g):
   return out, vjp(g)
 
 
-# --- Layers: scan, checkpoint ------------------------------------------------
-
-
 def residual_block(ops, x, weights, scale):
   recv, recv_weights = ops.dispatch(x, weights)
   return x + ops.combine(scale * recv, recv_weights)
@@ -84,10 +78,7 @@ def routings(case, count):
 
 
 def check_layers(case, network, view):
-  """Checks `network(config)` and its gradients against `oracle_of_layers`.
-
-  Returns the compiled program, which computes both.
-  """
+  """Checks `network(config)` and its gradients; returns the program."""
   network = in_view(view, case.layer, network(case.layer))
 
   def program(topk_idx, g, *primals):
@@ -102,7 +93,7 @@ def check_layers(case, network, view):
 
 
 def stacked_handles(config):
-  """Returns a network that prepares handles in one loop for another."""
+  """Returns a network that prepares all handles in one scan."""
 
   def network(topk_idx, tokens, weights):
     def prepare(carry, step):
@@ -118,10 +109,10 @@ def stacked_handles(config):
   return network
 
 
-def checkpointed_layers(policy, config):
-  """Returns a network of rematerialised layers that prepare their handles."""
+def checkpointed_layers(config):
+  """Returns a network of checkpointed layers that prepare their handles."""
 
-  @functools.partial(jax.checkpoint, policy=policy)
+  @jax.checkpoint
   def layer(x, topk_idx, weights, scale):
     return residual_block(prepared(config, topk_idx), x, weights, scale)
 
@@ -147,53 +138,13 @@ def test_scan_over_layers_with_stacked_handles():
 
 
 @pytest.mark.parametrize(
-  "axis_type, view",
-  [(AxisType.Explicit, "local"), (AxisType.Auto, "global")],
+  "axis_type, view", [(AxisType.Explicit, "local"), (AxisType.Auto, "global")]
 )
 def test_checkpointed_layers(axis_type, view):
-  """Rematerialisation does not exchange the routing again."""
-  network = functools.partial(checkpointed_layers, None)
-  program = check_layers(case_on(axis_type), network, view)
+  """The backward pass does not exchange the routing again."""
+  program = check_layers(case_on(axis_type), checkpointed_layers, view)
   assert exchanges(program).count("ep_prepare") == 1
   assert exchanges(program).count("ep_dispatch") == 2
-
-
-def test_the_routing_of_a_checkpointed_moe_layer_is_saved(case):
-  def loss(w, topk_idx, tokens, weights):
-    w_up, w_down = w, w.swapaxes(1, 2)
-    layer = jax.checkpoint(
-      lambda *x: ep.moe_layer(case.layer, *x, w_up=w_up, w_down=w_down)
-    )
-    return jnp.sum(layer(tokens, topk_idx, weights) ** 2)
-
-  mesh = case.layer.group.mesh
-  w = to_global(np.ones((E, H, 4), np.float32), mesh, PartitionSpec("ep"))
-  args = map(case.put, (case.topk_idx, *inputs(case)))
-  program = jax.jit(jax.grad(loss)).lower(w, *args).compile()
-  assert exchanges(program).count("ep_prepare") == 1
-
-
-# --- Control flow, and eager execution ---------------------------------------
-
-
-def test_branches_that_all_ranks_take(case):
-  """Both branches may hold exchanges if all ranks take the same branch."""
-
-  @jax.jit
-  def program(which, topk_idx, tokens, weights):
-    ops = prepared(case.layer, topk_idx)
-    return lax.cond(
-      which,
-      lambda x: round_trip(ops, x, weights),
-      lambda x: round_trip(ops, 2 * x, weights),
-      tokens,
-    )
-
-  tokens, weights = inputs(case)
-  args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
-  once = expected(case, round_trip, tokens, weights)
-  for which in True, False:
-    assert_same(program(which, *args), once if which else 2 * once)
 
 
 def test_a_loop_of_unknown_length(case):
@@ -208,9 +159,6 @@ def test_a_loop_of_unknown_length(case):
   args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
   assert_same(program(0, *args), tokens)
   assert_same(program(1, *args), expected(case, round_trip, tokens, weights))
-
-
-# --- vmap --------------------------------------------------------------------
 
 
 def vmap_of_grad(f):
@@ -252,9 +200,6 @@ def test_each_example_has_its_gradients(case, transform, view):
   assert_same(actual, jax.tree.map(lambda *x: np.stack(x), *examples))
 
 
-# --- Ahead of time, shapes ---------------------------------------------------
-
-
 def program_of(config):
   def round_trip_again(topk_idx, *x):
     return round_trip(prepared(config, topk_idx), *x)
@@ -270,7 +215,7 @@ def avals(case, *arrays):
 
 
 def test_ahead_of_time(case):
-  """A program compiles from shapes alone; two compiled copies may alternate."""
+  """A program compiles from shapes, and two compiled copies may alternate."""
   arrays = case.topk_idx, *inputs(case)
   lowered = program_of(case.layer).lower(*avals(case, *arrays))
   programs = [lowered.compile() for _ in range(2)]
@@ -279,24 +224,6 @@ def test_ahead_of_time(case):
   for out in outs:
     assert_same(out, expected(case, round_trip, *arrays[1:]))
 
-
-def test_shapes_alone_run_nothing(case):
-  """One process alone traces; an op that ran would wait for the others."""
-  if jax.process_index() > 0:
-    return
-  tokens, weights = inputs(case)
-  grad = jax.grad(
-    lambda x, idx, w: jnp.sum(round_trip(prepared(case.layer, idx), x, w))
-  )
-  shapes = [
-    jax.ShapeDtypeStruct(x.shape, x.dtype)
-    for x in (tokens, case.topk_idx, weights)
-  ]
-  out = jax.eval_shape(grad, *shapes)
-  assert (out.shape, out.dtype) == (tokens.shape, tokens.dtype)
-
-
-# --- jax.export --------------------------------------------------------------
 
 EXPORTED = dict(name="exported", top_k=2)
 DISABLED_CHECKS = [export.DisabledSafetyCheck.custom_call(op) for op in OPS]
@@ -319,16 +246,16 @@ def check_call(case, fn):
   assert_same(fn(*args), expected(case, round_trip, tokens, weights))
 
 
-@not_with_xla("it has no targets of ours")
-def test_export_asks_for_our_targets(case):
-  """JAX refuses to serialise a custom call that is not known to be stable."""
+@not_with_xla("it has no custom calls")
+def test_export_needs_disabled_checks(case):
+  """JAX refuses to serialize a custom call that it does not know as stable."""
   arrays = case.topk_idx, *inputs(case)
   with pytest.raises(ValueError, match="(?s)compatibility.*@ep_prepare"):
     export.export(program_of(case.layer))(*avals(case, *arrays))
 
 
 def test_exported():
-  """A program that was saved uses the open group with the name of its group."""
+  """A loaded program uses the open group that has its group's name."""
   pytest.importorskip("flatbuffers", reason="the format of jax.export's files")
   mesh = make_mesh({"ep": 4})
   with bootstrap(mesh, **EXPORTED) as group:
@@ -353,7 +280,7 @@ def test_exported():
 
 
 @not_with_xla("its programs need no group to run")
-def test_exported_for_a_group_of_other_sizes():
+def test_a_loaded_program_refuses_a_group_of_other_sizes():
   mesh = make_mesh({"ep": 4})
   with bootstrap(mesh, **EXPORTED) as group:
     case = exported_case(group)

@@ -34,7 +34,7 @@ BOTH_VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
   ],
 )
 def test_views_agree(mesh, axis_type, view):
-  """Every result is split over the ranks; nothing is replicated."""
+  """Every result is split over the ranks, and none is replicated."""
   config = layer(mesh, axis_type)
   case = Case(config, "with_unused_choices", whole=True)
   inputs = case.inputs()
@@ -46,17 +46,17 @@ def test_views_agree(mesh, axis_type, view):
 
 
 def test_resharding_an_array_gives_a_warning(recwarn):
-  """The warning names the array's sharding, and the one it should have."""
+  """The warning names the actual sharding and the needed sharding."""
   config = layer("dp2_ep2")
   case = Case(config, whole=True)
   mesh = config.group.mesh
   ep.ep_prepare(config, case.put(case.topk_idx))
   assert not [w for w in recwarn if "ep_prepare" in str(w.message)]
-  moved = to_global(case.topk_idx, mesh, PartitionSpec(("ep", "dp")))
+  resharded = to_global(case.topk_idx, mesh, PartitionSpec(("ep", "dp")))
   with pytest.warns(UserWarning) as warnings:
-    handle = ep.ep_prepare(config, moved)
+    handle = ep.ep_prepare(config, resharded)
   (warning,) = warnings
-  assert warning.filename == __file__  # the line of the caller, not of ep
+  assert warning.filename == __file__  # It points to the caller.
   message = str(warning.message)
   for word in ["ep_prepare", "('ep', 'dp')", "('dp', 'ep')", "every call"]:
     assert word in message
@@ -65,7 +65,7 @@ def test_resharding_an_array_gives_a_warning(recwarn):
 
 @of_one_process
 def test_an_array_that_needs_no_transfer_gives_no_warning(recwarn):
-  """There is no warning if each rank already has its part of the array."""
+  """Each rank already has its shard of a replicated array."""
   config = layer("dp2_ep2")
   case = Case(config, whole=True)
   mesh = config.group.mesh
@@ -81,7 +81,7 @@ def test_an_array_that_needs_no_transfer_gives_no_warning(recwarn):
 @of_one_process
 @BOTH_VIEWS
 def test_arguments_that_all_ranks_share(view):
-  """Arguments may be constants, whose type in `shard_map` is not varying."""
+  """Constants are not varying in `shard_map`, and ops take them."""
 
   def with_constants(ops, tokens):
     ones = jnp.ones((*tokens.shape[:-1], K))
@@ -113,8 +113,7 @@ def test_vmap(view):
 
 
 @pytest.mark.parametrize(
-  "axes, view",
-  [(("ep", "tp"), "global"), (("tp", "ep"), "local_without_vma")],
+  "axes, view", [(("ep", "tp"), "global"), (("tp", "ep"), "local_without_vma")]
 )
 def test_an_orthogonal_axis_holds_copies(axes, view):
   with bootstrap(make_mesh(dict.fromkeys(axes, 2)), data_axes=()) as group:
@@ -122,8 +121,8 @@ def test_an_orthogonal_axis_holds_copies(axes, view):
     case.check(everything, *case.inputs(), view=VIEWS[view])
 
 
-def test_an_orthogonal_axis_makes_domains_that_do_not_mix():
-  """Each `tp` rank can have its own tokens and its own routing."""
+def test_an_orthogonal_axis_makes_separate_domains():
+  """Each `tp` index can have other tokens and another routing."""
   with bootstrap(make_mesh({"ep": 2, "tp": 2}), data_axes=()) as group:
     config = ep.EpLayerConfig(group)
     cases = [Case(config, routing) for routing in ("uniform", "skewed")]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's wire rounds what dispatch sends, and the gradient of combine.
+"""The fp8 transport rounds the rows of dispatch and the gradient of combine.
 
-The oracle rounds by ep.quant, which quantizers_test.py tests, and moves all
-bits.
+The expected results use ep.quant, which quantizers_test tests, for rounding.
 """
 
 import collections
@@ -10,23 +9,15 @@ import functools
 import json
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  Case,
-  expected,
-  global_view,
-  local_view,
-  rounded,
-)
+from cases import assert_same, Case, expected, global_view, local_view, rounded
 from conftest import assert_alike
 import ep
 from ep._src.base.backend import OPS
-from groups import group, layer, not_with_xla
+from groups import group, layer
 from op_functions import combine, dispatch, Moved
 
 HIDDEN = 256
@@ -46,12 +37,12 @@ def case_of(
   [
     ("mxfp8", jnp.float32, global_view, "ep4"),
     ("fp8_block128", jnp.float16, local_view, "ep4"),
-    # A rank that keeps its own rows rounds them, too.
+    # A rank also rounds the rows that it keeps.
     ("fp8_block128", jnp.bfloat16, global_view, "dp4_ep1"),
   ],
 )
 def test_dispatch(wire, dtype, view, mesh):
-  """All numbers come as the quantizer rounds them, whatever is beside them."""
+  """The received rows equal the quantizer's, also beside special values."""
   case = case_of(wire, mesh=mesh, specials=True)
   tokens, weights = case.tokens(dtype), case.weights()
   want = expected(case, dispatch, rounded(wire, tokens), weights)
@@ -62,7 +53,7 @@ def test_dispatch(wire, dtype, view, mesh):
   "wire, dtype", [("mxfp8", jnp.float16), ("fp8_block128", jnp.bfloat16)]
 )
 def test_backward_of_combine(wire, dtype):
-  """The gradient is rounded; the sum of combine itself is not."""
+  """The op rounds the gradient, and does not round the sum."""
   case = case_of(wire)
   rows, g = case.rows(dtype), case.tokens(dtype)
 
@@ -75,7 +66,7 @@ def test_backward_of_combine(wire, dtype):
 
 
 def test_backward_of_weighted_combine():
-  """Both gradients are those of the rounded cotangent, bit for bit."""
+  """The op rounds the cotangent and then computes both gradients exactly."""
   case = case_of("mxfp8")
   rows, weights, g = case.rows(), case.row_weights(), case.tokens()
 
@@ -88,7 +79,7 @@ def test_backward_of_weighted_combine():
 
 
 def test_backward_of_dispatch():
-  """It is exact, and straight through: as if nothing had been rounded."""
+  """The gradient is exact, and ignores the rounding of the forward pass."""
   case = case_of("fp8_block128")
   rows, row_weights = case.rows(), case.row_weights()
   primals = case.tokens(), case.weights()
@@ -99,37 +90,37 @@ def test_backward_of_dispatch():
   case.check(back, *primals, rows, row_weights)
 
 
-def test_tangents_travel_as_rows_do():
+def test_tangents_are_sent_as_fp8_rows():
   case = case_of("mxfp8")
   tokens, weights = case.tokens(), case.weights()
-  moves = tokens[::-1].copy(), weights[::-1].copy()
+  tangents = tokens[::-1].copy(), weights[::-1].copy()
 
   def tangent(ops, *arrays):
     return jax.jvp(ops.dispatch, arrays[:2], arrays[2:])[1]
 
-  actual = case.run(tangent, tokens, weights, *moves)
-  moves = rounded("mxfp8", moves[0]), moves[1]
-  assert_same(actual, expected(case, dispatch, *moves))
+  actual = case.run(tangent, tokens, weights, *tangents)
+  tangents = rounded("mxfp8", tangents[0]), tangents[1]
+  assert_same(actual, expected(case, dispatch, *tangents))
 
 
 def test_unspecified_tail():
-  """Slabs are those of a tail of zeros."""
+  """The option does not change the expert segments."""
   case = case_of("mxfp8", "skewed", tail="unspecified")
 
-  def slabs(ops, tokens, weights):
+  def segments(ops, tokens, weights):
     used = jnp.arange(case.layer.capacity) < ops.sizes().total_recv_tokens
     recv, recv_weights = ops.dispatch(tokens, weights)
     return jnp.where(used[..., None], recv, 0), jnp.where(used, recv_weights, 0)
 
   tokens, weights = case.tokens(), case.weights()
   want = expected(case, dispatch, rounded("mxfp8", tokens), weights)
-  assert_same(case.run(slabs, tokens, weights), want)
+  assert_same(case.run(segments, tokens, weights), want)
 
 
 def test_bytes_per_row(folder):
-  """Dispatch and the backward of combine move 0.53 of bfloat16 at most.
+  """Dispatch and the backward of combine send at most 0.53 of bfloat16.
 
-  Scales of both formats are a byte for 32 elements.
+  Scales take one byte per 32 elements.
   """
 
   def round_trip_and_back(ops, tokens, weights):
@@ -139,15 +130,15 @@ def test_bytes_per_row(folder):
     out, vjp = jax.vjp(of_tokens, tokens)
     return vjp(out)
 
-  moved = {}
+  sent = {}
   for name in None, "mxfp8":
     case = case_of(name)
     path = folder / f"{name}.json"
     with ep.trace(case.layer.group, path):
       arrays = case.tokens(jnp.bfloat16), case.weights()
       jax.block_until_ready(case.run(round_trip_and_back, *arrays))
-    moved[name] = bytes_by_op(path)
-  exact, narrow = moved.values()
+    sent[name] = bytes_by_op(path)
+  exact, narrow = sent.values()
   assert exact.keys() == narrow.keys() == set(OPS[1:])
   for op, count in exact.items():
     if op in ("ep_dispatch", "ep_combine_bwd"):
@@ -171,43 +162,13 @@ def test_vmap():
   assert_same(actual, jax.tree.map(lambda *x: np.stack(x, -1), *want))
 
 
-@not_with_xla("a loop has the primitives of any backend")
-def test_scan_and_checkpoint():
-  """A loop of checkpointed blocks is these blocks one after another."""
-
-  def block(ops, weights, x, scale):
-    return x + ops.combine(*ops.dispatch(scale * x, weights)), None
-
-  def loop(ops, weights, x):
-    fn = jax.checkpoint(functools.partial(block, ops, weights))
-    return lax.scan(fn, x, jnp.array([1.0, 0.5]))[0]
-
-  def blocks(ops, weights, x):
-    for scale in 1.0, 0.5:
-      x, _ = block(ops, weights, x, scale)
-    return x
-
-  def with_grads(fn, ops, g, *args):
-    out, vjp = jax.vjp(functools.partial(fn, ops), *args)
-    return out, vjp(g)
-
-  case = case_of("mxfp8")
-  args = case.tokens(), case.weights(), case.tokens()
-  assert_alike(
-    *(
-      case.run(functools.partial(with_grads, fn), *args)
-      for fn in (loop, blocks)
-    )
-  )
-
-
 def bytes_by_op(path):
-  """Returns the bytes that all ranks moved in each op of a trace."""
-  moved = collections.Counter()
+  """Returns the bytes that all ranks sent in each op of a trace."""
+  sent = collections.Counter()
   for exchange in json.loads(path.read_text())["ep"]["exchanges"]:
     if count := sum(exchange["bytes"]):
-      moved[exchange["op"]] += count
-  return moved
+      sent[exchange["op"]] += count
+  return sent
 
 
 def test_errors():

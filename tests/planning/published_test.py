@@ -186,7 +186,11 @@ def _times(figure):
 
 TIMES = np.array([_times(figure) for figure in FIGURES])
 IS_DIRECT = np.array([figure.transport == "direct" for figure in FIGURES])
-CONSTANTS = links.NVLINK_PART, links.NETWORK_PART, *links.LATENCIES_US.values()
+CONSTANTS = (
+  links.NVLINK_FRACTION,
+  links.NETWORK_FRACTION,
+  *links.LATENCIES_US.values(),
+)
 
 
 def predicted(constants):

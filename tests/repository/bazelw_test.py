@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bazelw finds or installs Bazel, and says what it waits for or lacks.
+"""bazelw finds or installs Bazel, and reports waits and failures.
 
-The tests run it on a machine made of stubs: a PATH, a home folder, and an
-installer of Debian's Bazel that downloads nothing.
+The tests run bazelw with stubs: a PATH, a home folder, and an installer of
+Debian's Bazel that downloads nothing.
 """
 
 import os
@@ -16,7 +16,7 @@ import time
 import pytest
 
 _ROOT = pathlib.Path(__file__).absolute().parents[2]
-# The scripts call these programs, besides those that would download.
+# The scripts call these programs and downloaders.
 _TOOLS = """
   bash cat chmod cp env flock mkdir mv readlink rm sh sha256sum sleep timeout
   touch uname
@@ -31,7 +31,7 @@ def _program(path, text):
 
 
 class Machine:
-  """A checkout with bazelw, a folder of programs, and a home folder."""
+  """A checkout with bazelw, a PATH and a home folder."""
 
   def __init__(self, folder):
     self.home = folder / "a home"
@@ -47,7 +47,7 @@ class Machine:
     shutil.copy(_ROOT / "bazelw", self.checkout)
     (self.checkout / ".bazelversion").write_text("7.7.1\n")
     rc = _ROOT / "tools" / "debian_bazel_rc.sh"
-    # The real script does this after it has unpacked the packages.
+    # The real script also does this after it has unpacked the packages.
     _program(
       self.checkout / "tools" / "debian_bazel.sh",
       f"""#!/bin/bash
@@ -86,7 +86,7 @@ def machine(tmp_path):
   return Machine(tmp_path)
 
 
-def test_takes_what_is_on_path(machine):
+def test_runs_the_bazelisk_or_bazel_on_path(machine):
   _program(machine.bin / "bazelisk", _BAZEL.format("7.3.0", "bazelisk"))
   _program(machine.bin / "bazel", _BAZEL.format("8.1.0", "bazel"))
   done = machine.run("test", "//a b")
@@ -117,7 +117,7 @@ def test_installs_in_a_home_with_a_space(machine):
     assert pathlib.Path(values[name]).exists()
 
 
-def test_says_when_what_it_installed_does_not_run(machine):
+def test_says_that_the_installed_bazel_does_not_run(machine):
   _program(machine.checkout.parent / "debian", "#!/bin/sh\nexit 1\n")
   done = machine.run("test")
   assert done.returncode == 1
@@ -134,9 +134,8 @@ def test_says_that_its_cache_cannot_be_written_to(machine):
 
 
 def test_waits_once_for_a_bazel_that_hangs_and_says_so(machine):
-  _program(
-    machine.bin / "bazel", '#!/bin/sh\necho >>"$HOME/calls"\nsleep 600\n'
-  )
+  hang = '#!/bin/sh\necho >>"$HOME/calls"\nsleep 600\n'
+  _program(machine.bin / "bazel", hang)
   machine.env["BAZELW_TIMEOUT_S"] = "3"
   begin = time.monotonic()
   done = machine.run("test")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples of the pages hold, with the arrays that they show."""
+"""Examples of the pages compute the values that the pages show."""
 
 import ast
 import functools
@@ -10,11 +10,10 @@ import textwrap
 import jax
 import numpy as np
 
-from conftest import assert_shards_equal, make_mesh, to_global
+from conftest import assert_alike, assert_shards_equal, make_mesh, to_global
 import ep
 from ep import launch
 from groups import bootstrap
-import programs
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -30,15 +29,14 @@ def _example(path, title):
   return re.search(r"```python\n(.*?)```", _section(path, title), re.DOTALL)[1]
 
 
-def test_the_programs_of_the_readme_under_the_launcher(tmp_path):
-  """They end well although one waits for no result, and one drops all."""
-  first, second = (
-    _example("README.md", title) for title in ("Twenty lines", "The layer")
-  )
+def test_programs_of_the_pages_under_the_launcher(tmp_path):
+  """They exit with code 0 although one waits for no result."""
+  first = _example("docs/tutorial.md", "Twenty lines")
+  second = _example("README.md", "The layer")
   code = f"{first}\ndef main():\n{textwrap.indent(second, '  ')}\nmain()\n"
-  # Threads of Gloo write into the middle of lines of the process's own outputs.
+  # Gloo's threads write into the middle of lines of stdout.
   own_file = f"""import os, sys
-path = f"{tmp_path}/said_{{os.getpid()}}"
+path = f"{tmp_path}/output_{{os.getpid()}}"
 sys.stdout = sys.stderr = open(path, "w")
 """
   assert not launch.launch(
@@ -51,8 +49,10 @@ sys.stdout = sys.stderr = open(path, "w")
   promised = [
     lines.splitlines()[-1].partition("  # ")[2] for lines in (first, second)
   ]
-  said = [path.read_text().splitlines() for path in tmp_path.glob("said_*")]
-  assert said == [promised] * 2
+  outputs = [
+    path.read_text().splitlines() for path in tmp_path.glob("output_*")
+  ]
+  assert outputs == [promised] * 2
 
 
 def test_pytest_under_the_launcher(tmp_path):
@@ -63,18 +63,15 @@ def test_pytest_under_the_launcher(tmp_path):
   code = "import jax\ndef test_it():\n  assert jax.process_count() == 2\n"
   test.write_text(code)
   pytest = ["-m", "pytest", "-p", "no:cacheprovider", test]
-  code, output = programs.run(
-    "-m", "ep", "launch", "--num_processes=2", *pytest
-  )
-  assert code == 0, output
+  assert not launch.launch(pytest, num_processes=2, log_dir=tmp_path)
 
 
-def test_the_backward_ops_by_themselves():
-  """They are each other's forward ops, and bring every weight home."""
+def test_the_backward_ops():
+  """The backward op of dispatch is combine, and vice versa."""
   code = _example("docs/architecture.md", "Linear primitives, not `custom_vjp`")
   mesh = make_mesh({"dp": 2, "ep": 2})
   rng = np.random.default_rng(0)
-  # Each token has two choices that differ.
+  # Each token has two different choices.
   idx = (rng.integers(8, size=(20, 1)) + [[0, 3]]) % 8
   topk_idx, topk_weights, tokens, grad_out = (
     to_global(array, mesh, jax.P(("dp", "ep")))
@@ -101,12 +98,8 @@ def test_the_backward_ops_by_themselves():
 
   with bootstrap(mesh, top_k=2) as group:
     layer = ep.EpLayerConfig(group)
-    results = run(topk_idx, topk_weights, tokens, grad_out)
-    for actual, expected in results:
-      for got, want in zip(
-        actual.addressable_shards, expected.addressable_shards, strict=True
-      ):
-        np.testing.assert_array_equal(got.data, want.data)
+    for actual, want in run(topk_idx, topk_weights, tokens, grad_out):
+      assert_alike(actual, want)
 
 
 def _value(cell):
@@ -117,7 +110,7 @@ def _value(cell):
 
 
 def _tables(text):
-  """Yields each table's columns by name."""
+  """Yields the columns of each table, by name."""
   for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
     head, _, *rows = [
       [cell.strip().strip("`") for cell in line.strip("|\n").split("|")]
@@ -128,14 +121,14 @@ def _tables(text):
 
 
 def test_the_worked_example():
-  """Two domains, alike, compute every array that the text shows."""
+  """Two equal domains compute every array that the text shows."""
   text = _section("docs/semantics.md", "A worked example")
   given, slots, results = _tables(text)
   mesh = make_mesh({"dp": 2, "ep": 2})
   capacity = int(re.search(r"capacity\s(\d+)", text)[1])
 
   def of_all(array, dtype=np.float32):
-    """Returns the array of both domains, given that of one."""
+    """Returns the array of both domains, given one domain's array."""
     array = np.asarray(array, dtype)
     return np.concatenate([array, array])
 
@@ -149,7 +142,7 @@ def test_the_worked_example():
     return of_all(out)
 
   def count(name, dropping=False):
-    """Returns the text's `name`: of both ranks, or of rank 0 with drops."""
+    """Returns the text's `name` on both ranks, or on rank 0 with drops."""
     found = [
       ast.literal_eval(value)
       for value in re.findall(rf"{name} (\[.*?\])", text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core and the tools: no import runs upward or in a circle."""
+"""Checks the imports of the core and the tools: no cycle, no upward import."""
 
 import graphlib
 import pathlib
@@ -10,8 +10,8 @@ import pytest
 
 import ep
 
-# From top to bottom. A package imports only packages of lower layers, not even
-# those beside it. An import inside a function counts like any other.
+# From top to bottom. A package imports only packages of lower layers, and none
+# of its layer. Imports inside functions count.
 CORE = [
   {"moe"},
   {"ops"},
@@ -50,13 +50,13 @@ def test_packages_are_layers(graph, container, layers):
   assert not illegal(graph, container, layers)
 
 
-def test_backends_do_not_know_each_other(graph):
+def test_backends_do_not_import_each_other(graph):
   packages = graph.find_children("ep._src.backends")
   assert {m.rpartition(".")[2] for m in packages} == BACKENDS
   assert not illegal(graph, "ep._src.backends", [BACKENDS])
 
 
-def test_only_bootstrap_knows_the_backends(graph):
+def test_only_bootstrap_imports_the_backends(graph):
   importers = {
     importer
     for module in graph.find_descendants("ep._src.backends")
@@ -68,14 +68,14 @@ def test_only_bootstrap_knows_the_backends(graph):
   }
 
 
-def test_no_imports_form_a_circle(graph):
+def test_imports_have_no_cycle(graph):
   imports = {
     m: graph.find_modules_directly_imported_by(m) for m in graph.modules
   }
   graphlib.TopologicalSorter(imports).prepare()
 
 
-def test_the_core_knows_neither_tools_nor_public_modules(graph):
+def test_the_core_imports_neither_tools_nor_public_modules(graph):
   for module in graph.modules:
     if module.startswith("ep._src."):
       imported = graph.find_modules_directly_imported_by(module)
@@ -83,18 +83,16 @@ def test_the_core_knows_neither_tools_nor_public_modules(graph):
 
 
 def test_only_compat_imports_private_jax():
-  """`_coordinator.py` is a program, which must not import JAX at all."""
+  """`_coordinator.py` is a program that must not import JAX."""
   for path in source_files():
     if path.stem not in ("compat", "_coordinator"):
       assert not re.search(r"jax\._src|\b_jax\b", path.read_text()), path
 
 
-def test_no_import_is_for_type_checkers_alone():
-  """Types that only such an import can name would be a circle in disguise."""
+def test_no_import_is_only_for_type_checkers():
+  """Such an import would hide a cycle. `__init__.py` imports names lazily."""
   for path in source_files():
-    if path.name == "__init__.py":
-      continue  # a name that is imported when it is used
-    assert "TYPE_CHECKING" not in path.read_text(), path
+    assert path.name == "__init__.py" or "TYPE_CHECKING" not in path.read_text()
 
 
 def source_files():

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python blocks of the pages run as they stand there.
+"""Runs the Python blocks of the pages.
 
-A page is one program: its blocks share their names, from top to bottom. What a
-block prints stands in a block of text right after it, or in its comments. Two
-marks, which readers see, leave code out: a block whose first line says "# Not
-run", and a paragraph of a block with "# don't". All code must parse, and each
-name of ep in it must exist.
+A page is one program: its blocks share their names, from top to bottom. A text
+block right after a block, or comments in the block, show its output. The tests
+skip a block whose first line says "# Not run", and a paragraph with "# don't".
+All code must parse, and each name of ep in it must exist.
 """
 
 import ast
@@ -29,7 +28,7 @@ _PAGES = sorted(
   str(path.relative_to(_ROOT))
   for path in [*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md")]
 )
-# Readers must see what a block is; MyST has further kinds.
+# Readers must see the language of a block; MyST allows other kinds of blocks.
 _FENCED = re.compile(
   r"^```(.*?)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.M | re.S
 )
@@ -40,7 +39,7 @@ class Block(NamedTuple):
   line: int
   language: str
   code: str
-  output: str | None  # the block of text right after it
+  output: str | None  # the text block right after this block
 
 
 def _blocks(page: str) -> list[Block]:
@@ -55,8 +54,8 @@ def _python(page: str) -> list[Block]:
   return [block for block in _blocks(page) if block.language == "python"]
 
 
-def _what_runs(code: str) -> str:
-  """Returns the code without what is marked, on the same lines."""
+def _runnable(code: str) -> str:
+  """Returns the code without the skipped parts, on the same lines."""
   if code.startswith("# Not run"):
     return ""
   paragraphs = re.split(r"(\n\n+)", code)
@@ -66,7 +65,7 @@ def _what_runs(code: str) -> str:
   )
 
 
-# Fragments assume that these exist: a group, a layer, and a training step.
+# Fragments use these names: a group, a layer, a training step, and more.
 _GIVEN = """
 import copy, functools, pickle
 import jax
@@ -95,8 +94,7 @@ grouped_matmul = jax.vmap(ep.grouped_matmul, (0, None, 0))  # over ranks
 block = lambda x: ep.moe_layer(layer, x, topk_idx, topk_weights, **matrices)
 step = jax.jit(lambda state, batch: state + block(batch))
 """
-# These pages have fragments, each of which stands for itself; the others state
-# whatever they use.
+# Blocks of these pages are fragments. Other pages define the names they use.
 _FRAGMENTS = {
   f"docs/{page}.md"
   for page in ("architecture", "performance", "router", "sharp_bits")
@@ -106,7 +104,7 @@ _LAUNCHED = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 @pytest.fixture(scope="module")
 def given():
-  """Returns what the fragments of all pages assume."""
+  """Returns a dict for the names that fragments use."""
   names = {}
   yield names
   if names:
@@ -115,14 +113,14 @@ def given():
 
 @pytest.mark.parametrize("page", [p for p in _PAGES if _python(p)])
 def test_the_code_of_a_page(page, given, capsys, tmp_path, monkeypatch):
-  """It runs, prints what the page says, and draws what the page shows."""
+  """The code runs, and prints and draws the output that the page shows."""
   monkeypatch.chdir(tmp_path)
-  for name in _LAUNCHED:  # readers start a page's program by itself
+  for name in _LAUNCHED:  # Readers run a page without a launcher.
     monkeypatch.delenv(name, raising=False)
   names = {"__name__": "page"}
   groups = set()
   for block in _python(page):
-    code = _what_runs(block.code)
+    code = _runnable(block.code)
     if page in _FRAGMENTS:
       if not given or not given["group"].connection.is_open:
         exec(_GIVEN, given)
@@ -135,29 +133,29 @@ def test_the_code_of_a_page(page, given, capsys, tmp_path, monkeypatch):
     elif page not in _FRAGMENTS:
       assert all(f"  # {line}\n" in code for line in printed.splitlines())
     groups |= {v for v in names.values() if isinstance(v, ep.EpGroup)}
-    # Where a program waits in a collective of XLA for one whose group was
-    # closed, XLA ends the process after a while.
+    # XLA terminates the process when a program waits in an XLA collective for
+    # a program whose group was closed.
     with contextlib.suppress(*ep.EpError):
       jax.block_until_ready(jax.live_arrays())
   for group in groups - {given.get("group")}:
     ep.ep_finalize(group)
   if (tmp_path / "checkpoints").exists():
-    _check_that_it_goes_on(page, int(names["train"].step))
+    _check_resume(page, int(names["train"].step))
   for drawn in tmp_path.glob("*.svg"):
     shown = _ROOT / "docs/images" / drawn.name
     assert drawn.read_text() == shown.read_text()
 
 
-def _check_that_it_goes_on(page: str, step: int) -> None:
-  """Fails unless a new process makes further steps after a checkpoint."""
-  program = [_what_runs(block.code) for block in _python(page)]
+def _check_resume(page: str, step: int) -> None:
+  """Checks that a new process resumes from the checkpoint."""
+  program = [_runnable(block.code) for block in _python(page)]
   program.append(f"assert train.step == {2 * step}, train.step")
   code, output = programs.run("-c", "\n".join(program))
   assert code == 0, output
 
 
 @pytest.mark.parametrize("page", _PAGES)
-def test_readers_see_what_a_block_is(page):
+def test_the_blocks_of_a_page(page):
   """Each block has a language; Python parses, and its names of ep exist."""
   for block in _blocks(page):
     where = f"{page}:{block.line}"
@@ -184,7 +182,7 @@ def test_the_reference_has_every_public_name():
   names = "moe presets launch lax debug quant testing"
   modules = [ep, *(getattr(ep, name) for name in names.split())]
   public = set().union(*map(_public, modules))
-  public -= {module.__name__ for module in modules} | {"ep.launch.main"}
+  public -= {module.__name__ for module in modules}
   pages = "".join(p.read_text() for p in _ROOT.glob("docs/reference/*.md"))
   listed = set(re.findall(r"^\* `(.*)`$", pages, re.M))
   assert public <= listed
@@ -192,7 +190,7 @@ def test_the_reference_has_every_public_name():
     assert operator.attrgetter(name[3:])(ep) is not None
 
 
-def test_the_picture_is_what_its_command_draws():
+def test_the_picture_is_current():
   drawn = (_ROOT / "docs/images/layout.svg").read_text()
   assert drawn == str(pictures.layout()), "run ./bazelw run //docs:pictures"
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typical uses of every public name, which mypy checks in strict mode.
 
-//release:wheel_test does so, against the installed package. Nothing runs them.
+//release:wheel_test runs mypy against the installed package. Nothing runs this
+file.
 """
 
 from collections.abc import Callable

@@ -37,19 +37,13 @@ First.
 
 def test_the_notes_of_a_version_are_its_section():
   assert release.find_notes(_CHANGELOG, "1.1.0") == "### Added\n\n- Rows.\n"
-
-
-@pytest.mark.parametrize("version", ["1.2.0", "1.1", "Unreleased"])
-def test_a_version_without_notes_is_refused(version):
-  with pytest.raises(ValueError, match=f"nothing about {version}; write"):
-    release.find_notes(_CHANGELOG, version)
-
-
-def test_a_version_without_a_date_is_refused():
-  changelog = _CHANGELOG.replace("2026-02-03", "unreleased")
+  for version in "1.2.0", "1.1", "Unreleased":
+    with pytest.raises(ValueError, match=f"nothing about {version}; write"):
+      release.find_notes(_CHANGELOG, version)
+  undated = _CHANGELOG.replace("2026-02-03", "unreleased")
   with pytest.raises(ValueError, match="not say when 1.1.0 is released; write"):
-    release.find_notes(changelog, "1.1.0")
-  assert release.find_notes(changelog, "1.0.0").startswith("First.")
+    release.find_notes(undated, "1.1.0")
+  assert release.find_notes(undated, "1.0.0").startswith("First.")
 
 
 def test_files_with_other_versions_are_refused(tmp_path):
@@ -74,7 +68,7 @@ def test_a_registry_gets_no_module_without_maintainers(tmp_path):
 
 
 def test_the_version_of_the_module_has_notes():
-  """Its section, or that of what is unreleased, becomes the notes."""
+  """The version's section, or the unreleased one, becomes the notes."""
   version = release.find_version()
   changelog = (_ROOT / "CHANGELOG.md").read_text()
   changelog = changelog.replace("[Unreleased]", f"[{version}] - 2026-01-02")
@@ -83,7 +77,7 @@ def test_the_version_of_the_module_has_notes():
   assert "\n## " not in notes
 
 
-def test_the_entry_of_a_registry_is_of_this_module(tmp_path):
+def test_the_registry_entry_describes_this_module(tmp_path):
   archive = tmp_path / "archive"
   archive.write_bytes(b"sources")
   release.write_entry(tmp_path, "someone/something", archive)
@@ -116,7 +110,7 @@ def test_the_registry_tests_a_module_that_uses_this_one():
     for call in ast.walk(ast.parse((folder / "MODULE.bazel").read_text()))
     if isinstance(call, ast.Call)
   ]
-  # The registry leaves the test module as it is, so that must find the sources.
+  # The registry does not change the test module, which must find the sources.
   override = {"module_name": "jax_ep", "path": "../../.."}
   assert override in calls
   assert (folder / override["path"]).resolve() == _ROOT.resolve()
@@ -127,7 +121,7 @@ def test_the_registry_tests_a_module_that_uses_this_one():
 
 
 def test_the_page_of_an_index_links_to_the_sources():
-  """Its links to files are absolute, or texts, and its code is untouched."""
+  """Links to files become absolute links or plain text; code stays."""
   readme = (_ROOT / "README.md").read_text()
   url = "https://example.com/ep/blob/v1"
   linked = links.make_absolute(readme, "README.md", url)
@@ -136,7 +130,7 @@ def test_the_page_of_an_index_links_to_the_sources():
     and f"({url}/docs/images/layout.svg?raw=true)" in linked
   )
   assert f"[Tutorial]({url}/docs/tutorial.md)" in linked
-  assert f"[`ep.launch`]({url}/README.md#without-bazel)" in linked
+  assert f"[not run there]({url}/README.md#status)" in linked
   assert (
     linked.replace(f"{url}/", "")
     .replace("?raw=true", "")

@@ -14,9 +14,9 @@ from testing_subjects import HOST, ONE_HOT, PADDED, SUBJECTS
 
 import ep
 from ep.testing import Tolerance
-from ep.testing._bench import Draw
 from ep.testing._routings import ROUTINGS
 from ep.testing._rules import RULES
+from ep.testing._variants import Draw
 
 
 def _all_cases():

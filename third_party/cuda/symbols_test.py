@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pinned NCCL libraries define what the nccl backend looks up in them.
+"""The pinned NCCL libraries define the functions that the nccl backend finds.
 
 Usage: symbols_test.py libraries.h FILE...
 
-The header lists the functions of libnccl as EP_NCCL_FUNCTIONS, and those of
-other libraries likewise. A library is the FILE whose name begins with, for
-example, libnccl.so. No library is loaded, because that needs a CUDA driver.
+The header lists the functions of libnccl as EP_NCCL_FUNCTIONS, and the
+functions of other libraries likewise. The test looks for a FILE whose name
+begins with, for example, libnccl.so. It loads no library, because that needs a
+CUDA driver.
 """
 
 import pathlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads from the environment which CUDA to build with."""
+"""Reads the version of CUDA from the environment."""
 
 def _cuda_version_impl(rctx):
     wanted = rctx.getenv("HERMETIC_CUDA_VERSION", "")
@@ -12,8 +12,8 @@ def _cuda_version_impl(rctx):
 cuda_version = repository_rule(
     implementation = _cuda_version_impl,
     doc = """\
-`:version.bzl` has CUDA_MAJOR, the major version in HERMETIC_CUDA_VERSION.
+Defines CUDA_MAJOR in `:version.bzl`: the major version of HERMETIC_CUDA_VERSION.
 
-The variable is XLA's, and XLA's own `--config=cuda` sets it. The locks here pin
-one release per major version, so only the major version is read.""",
+The `--config=cuda` of XLA sets this variable. The locks here pin one release per
+major version, so only the major version matters.""",
 )

@@ -226,7 +226,7 @@ class LayerConfig:
     check(
       self.overflow == "drop" or self.drop_by in (None, "slot", group.drop_by),
       f"drop_by = {self.drop_by!r} has no effect, because overflow ="
-      f' {self.overflow!r} drops nothing; also pass overflow="drop", or'
+      f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
       ' drop_by="slot".',
     )
     # Without a limit, an op may have as few as one token.

@@ -158,9 +158,9 @@ def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:
   if found != INTERFACE_VERSION:
     raise NativeError(
       f"ep_bootstrap: {path} is of another version than this ep package, which"
-      f" calls the interface {INTERFACE_VERSION}; the library has {found}."
-      f" Build //ep_ffi:{path.name} from the same sources as the package, or"
-      f" set ${_VARIABLE} to the library of the package's release."
+      f" calls the interface {INTERFACE_VERSION}; the interface of the library"
+      f" is {found}. Build //ep_ffi:{path.name} from the same sources as the"
+      f" package, or set ${_VARIABLE} to the library of the package's release."
     )
 
 

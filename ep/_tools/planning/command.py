@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of plan."""
+"""Predicts what a layer's exchanges cost on a cluster: python -m ep plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ep._tools.planning.plan import plan
 
 
 def main(arguments: list[str]) -> None:
-  """Prints a plan, or ends the process with what is wrong with a request."""
+  """Prints a plan, or exits with code 2 and an error."""
   parser = _parser()
   options = vars(parser.parse_args(arguments))
   preset, name = presets.BY_NAME[options.pop("preset")], options.pop("layer")
@@ -39,21 +39,21 @@ def _parser():
   )
   add = parser.add_argument
   add("--preset", choices=presets.BY_NAME, required=True, help="the layer")
-  add("--nodes", type=int, required=True, help="how many")
+  add("--nodes", type=int, required=True, help="number of nodes")
   add("--cluster", choices=NODES, default="dgx_h100", help="kind of nodes")
-  add("--gpus", type=int, help="of each node; all by default")
+  add("--gpus", type=int, help="GPUs used in each node; default: all")
   add(
     "--routing",
     default="uniform",
     help='"uniform", "zipf:0.5", or the folder of a record',
   )
-  add("--layer", default="moe", help="of a record: its name")
+  add("--layer", default="moe", help="name of the layer in the record")
   add(
     "--tokens",
     dest="tokens_per_rank",
     type=int,
     default=4096,
-    help="of a rank; a record has its own",
+    help="tokens of a rank; a record overrides it",
   )
   for name, dest, item, default in (
     ("--ep", "ep_sizes", int, None),
@@ -66,18 +66,18 @@ def _parser():
       dest=dest,
       type=_several(item),
       default=default,
-      help="one or more, with commas"
+      help="one or more, separated by commas"
       + (f": {', '.join(NAMED)}" if item is str else ""),
     )
   add("--transport", choices=links.TRANSPORTS, default="hierarchical")
-  add("--picture", help="an SVG to write")
+  add("--picture", help="path of an SVG to write")
   return parser
 
 
 def _several(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
   def several(text: str) -> list[Any]:
     try:
-      return [item(part) for part in text.split(",")]
+      return [item(word) for word in text.split(",")]
     except ValueError:
       raise argparse.ArgumentTypeError(
         f"{text!r}, but numbers with commas are expected"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Demand: how many rows each rank's tokens want on each rank and node.
 
-It is counted where a routing is given, and expected where a distribution is. A
-distribution is only the load of each expert. What it leaves open, which experts
-a token chooses together, decides how often a token goes once for two choices.
-So tokens are drawn, with a fixed seed, as a router with the model's groups
-would choose for scores without other structure. Of these tokens only the ratio
-counts of rows to choices; the choices themselves are those of the loads.
+`Counted` counts the rows of a given routing. `Expected` computes their mean for
+a distribution, which gives only the load of each expert. The number of distinct
+ranks of a token also depends on which experts a token chooses together. So
+`Expected` draws tokens, with a fixed seed, from independent scores and the
+model's router groups. From these tokens it takes only the ratio of rows to
+choices; the number of choices follows from the loads.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ep._src.base import arguments
 from ep._src.moe.config import MoEConfig
 
 _SEED = 0
-_DRAWN = 16384  # tokens for the ratios; a quarter for each round of a fit
+_DRAWN = 16384  # tokens for the ratios; each round of the fit draws a quarter
 _ROUNDS = 16  # of the fit of odds to loads
-_STEPS = 8  # that are drawn for what differs from step to step
-_ORDERS = 4  # of experts, in which the tokens of a step are drawn
+_STEPS = 8  # drawn steps, whose loads vary as in training
+_ORDERS = 4  # random orders of the experts for each drawn step
 
 
 class Layout(NamedTuple):
-  """Where the copies of experts are.
+  """The places of all copies of experts.
 
   Attributes:
     num_domains: D, EP domains of consecutive ranks.
     ep_size: P.
     num_nodes: N, nodes of a domain.
-    experts: int [V], the expert of each of the V / P copies of each rank.
+    experts: int [V], the expert of each copy; each rank has V / P copies.
   """
 
   num_domains: int
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
   @property
   def copies(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Copies by expert, with each expert's first place and number of them."""
+    """The copies sorted by expert; each expert's first index and count."""
     order = self.experts.argsort(kind="stable")
     number = np.bincount(self.experts)
     return order, number.cumsum() - number, number
@@ -53,19 +53,19 @@ class Layout(NamedTuple):
   def copies_of(self, ids: np.ndarray) -> np.ndarray:
     """Returns the copy for each of [n, K] ids; -1 stays.
 
-    The tokens of a step take the copies of an expert in turn.
+    Token t uses copy t % n of an expert with n copies.
     """
     order, first, number = self.copies
-    turn = np.arange(len(ids))[:, None] % number[ids]
-    return np.where(ids < 0, -1, order[first[ids] + turn])
+    nth = np.arange(len(ids))[:, None] % number[ids]
+    return np.where(ids < 0, -1, order[first[ids] + nth])
 
 
 class Demand(NamedTuple):
-  """What the tokens of a step want.
+  """The rows that the tokens of a step need on each rank and node.
 
   Attributes:
-    num_domains: D. The arrays have one entry for each or, if all domains are
-      alike, one.
+    num_domains: D. If all domains are alike, the arrays have one entry instead
+      of D.
     choices: [D, P, P], choices of each rank's tokens on each rank.
     ranks: [D, P, P], tokens of each rank with a choice on each rank.
     nodes: [D, P, N], tokens of each rank with a choice in each node.
@@ -81,11 +81,11 @@ class Demand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Counted:
-  """Steps whose ids are given.
+  """Counts the demand of given expert ids.
 
   Args:
-    name: for the plan.
-    steps: int [R * T, K] each, with -1 for an unused choice.
+    name: the routing's name in the plan.
+    steps: int [R * T, K] for each step, with -1 for an unused choice.
     num_experts: E.
     num_ranks: R.
   """
@@ -97,12 +97,12 @@ class Counted:
 
   @property
   def tokens_per_rank(self) -> int:
-    """T: the most of a step."""
+    """T, of the largest step."""
     return max(len(ids) for ids in self.steps) // self.num_ranks
 
   @property
   def loads(self) -> np.ndarray:
-    """Choices of each expert in all steps."""
+    """[E], choices of each expert in all steps."""
     ids = np.concatenate([ids.ravel() for ids in self.steps])
     return np.bincount(ids[ids >= 0], minlength=self.num_experts)
 
@@ -119,24 +119,24 @@ class Counted:
         at = (by[:, None] * size + dest)[dest >= 0]
         return np.bincount(at, minlength=(by[-1] + 1) * size)
 
-      rank = _part(copies, V // P)
+      rank = _block(copies, V // P)
       yield Demand(
         num_domains=D,
         choices=count(P, rank).reshape(D, P, P),
         ranks=count(P, _distinct(rank)).reshape(D, P, P),
-        nodes=count(N, _distinct(_part(copies, V // N))).reshape(D, P, N),
+        nodes=count(N, _distinct(_block(copies, V // N))).reshape(D, P, N),
         tokens=count(V, copies, source // P).reshape(1, D, V),
       )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Expected:
-  """Steps of a distribution.
+  """Computes the expected demand of a distribution of loads.
 
   Args:
-    name: for the plan.
-    cfg: its experts, choices and groups.
-    loads: [E], of which only the ratios count.
+    name: the routing's name in the plan.
+    cfg: gives num_experts, top_k and the router groups.
+    loads: [E]; only their ratios count.
     tokens_per_rank: T.
   """
 
@@ -154,21 +154,21 @@ class Expected:
     return _draw(self.cfg, self._chances)
 
   def demands(self, layout: Layout) -> Iterator[Demand]:
-    """Yields the demand of one step, which is the mean of all."""
+    """Yields one demand, the mean over steps."""
     D, P, N, experts = layout
     V, T, K = experts.size, self.tokens_per_rank, self.cfg.top_k
     order, first, number = layout.copies
     chances = (self._chances / number)[experts]  # that a token chooses a copy
     copies = layout.copies_of(self._ids)
 
-    def distinct(parts):
-      """Returns the chances that a token has a choice in each part."""
-      part = _part(copies, V // parts)
-      wanted = np.bincount(part.ravel(), minlength=parts)
-      ways = _distinct(part)
-      found = np.bincount(ways[ways >= 0], minlength=parts)
+    def distinct(num_blocks):
+      """Returns the chance that a token has a choice in each block."""
+      block = _block(copies, V // num_blocks)
+      wanted = np.bincount(block.ravel(), minlength=num_blocks)
+      block = _distinct(block)
+      found = np.bincount(block[block >= 0], minlength=num_blocks)
       ratio = np.where(wanted > 0, found / np.maximum(wanted, 1), 1)
-      return (chances.reshape(parts, -1).sum(1) * ratio).clip(max=1)
+      return (chances.reshape(num_blocks, -1).sum(1) * ratio).clip(max=1)
 
     def of_all(chances):
       return np.broadcast_to(T * chances, (1, P, chances.size))
@@ -177,34 +177,37 @@ class Expected:
     drawn = np.stack(
       [_counts(rng, self._chances, K, P * T, D) for _ in range(_STEPS)]
     )
-    turn = np.empty(V, int)  # of each copy among those of its expert
-    turn[order] = np.arange(V) - first[experts[order]]
+    nth = np.empty(V, int)  # index of each copy among its expert's copies
+    nth[order] = np.arange(V) - first[experts[order]]
     yield Demand(
       num_domains=D,
       choices=of_all(chances.reshape(P, -1).sum(1)),
       ranks=of_all(distinct(P)),
       nodes=of_all(distinct(N)),
-      tokens=(drawn[..., experts] - turn - 1) // number[experts] + 1,
+      tokens=(drawn[..., experts] - nth - 1) // number[experts] + 1,
     )
 
 
-def _part(copies, size):
-  """Returns the part, of `size` copies each, of each copy; -1 stays."""
+def _block(copies, size):
+  """Returns the block of `size` consecutive copies of each copy; -1 stays.
+
+  A block is a rank or a node.
+  """
   return np.where(copies < 0, -1, copies // size)
 
 
-def _distinct(parts):
-  """Returns [n, K] with -1 for all but one of a token's equal parts."""
-  parts = np.sort(parts, axis=1)
-  repeats = parts[:, 1:] == parts[:, :-1]
-  parts[:, 1:][repeats] = -1
-  return parts
+def _distinct(blocks):
+  """Replaces repeated blocks of a token by -1, in [n, K]."""
+  blocks = np.sort(blocks, axis=1)
+  repeats = blocks[:, 1:] == blocks[:, :-1]
+  blocks[:, 1:][repeats] = -1
+  return blocks
 
 
 def _chances(loads, top_k):
-  """Returns the chance that a token chooses each expert: K in all, each <= 1.
+  """Returns the chance [E] that a token chooses each expert, with the sum K.
 
-  An expert whose load would need more than each token gets each token.
+  No chance is above 1: every token chooses an expert of a still larger load.
   """
   arguments.check(
     (loads > 0).sum() >= top_k,
@@ -216,19 +219,19 @@ def _chances(loads, top_k):
   full = next(
     n for n in range(top_k) if (top_k - n) * most[n] <= most[n:].sum()
   )
-  with np.errstate(over="ignore"):  # the largest loads of tiny ones
+  with np.errstate(over="ignore"):  # most[full:] may be tiny
     return np.minimum(1, loads / most[full:].sum() * (top_k - full))
 
 
 def _counts(rng, chances, top_k, num_tokens, num_domains):
   """Draws how many of a domain's tokens choose each expert, int [D, E].
 
-  It samples systematically. The chances of all experts lie side by side on a
-  line of length K. A token draws a number u in [0, 1), and chooses the K
-  experts that lie at u, u + 1, ..., u + K - 1. They differ, because no chance
-  is longer than 1. All tokens whose u lies between the same two borders of
-  experts choose the same experts, so only these tokens are counted. Neighbors
-  on the line exclude each other, so the experts have several random orders.
+  This is systematic sampling. The chances of all experts lie side by side on a
+  line of length K. A token draws u in [0, 1) and chooses the K experts at u,
+  u + 1, ..., u + K - 1. These differ, because no chance is longer than 1. All
+  tokens whose u is between the same two borders choose the same experts, so
+  the function draws only the number of tokens between each two borders.
+  Neighbors on the line exclude each other, so it uses several random orders.
   """
   counts = np.zeros((num_domains, chances.size), int)
   for tokens in np.diff(num_tokens * np.arange(_ORDERS + 1) // _ORDERS):
@@ -246,7 +249,10 @@ def _counts(rng, chances, top_k, num_tokens, num_domains):
 
 
 def _draw(cfg, chances):
-  """Draws ids [n, K] whose experts come about as often as `chances` say."""
+  """Draws ids [n, K], in which each expert is about as frequent as its chance.
+
+  A fixed-point iteration finds the odds that `_route` needs for it.
+  """
   odds = chances / chances.max()
   if np.ptp(chances) > 1e-12:
     for _ in range(_ROUNDS):
@@ -258,11 +264,14 @@ def _draw(cfg, chances):
 
 
 def _route(cfg, odds, num_tokens):
-  """Returns the ids [n, K] of the best scores, of the best groups if any."""
+  """Draws scores and returns the top-k ids [n, K], in the best groups if any.
+
+  The scores sample experts without replacement, with these odds.
+  """
   rng = np.random.default_rng(_SEED)
   waits = rng.standard_exponential((num_tokens, odds.size), np.float32)
   with np.errstate(divide="ignore", over="ignore"):
-    scores = 1 / (1 + waits / odds)  # without replacement, with these odds
+    scores = 1 / (1 + waits / odds)
   if cfg.top_groups < cfg.num_groups:
     groups = scores.reshape(num_tokens, cfg.num_groups, -1)
     best = np.sort(groups, axis=2)[..., -cfg.group_best :].sum(2)

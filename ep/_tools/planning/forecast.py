@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast: what the exchanges of a layer cost for one choice of sizes."""
+"""Forecast: the cost of a layer's exchanges for one choice of sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ep._tools.planning.cluster import Cluster
 from ep._tools.planning.demand import Demand, Layout
 from ep._tools.records import expert_loads
 
-# The ops of a step, as ep.trace names them: whether rows go from tokens to
-# experts, and whether routing weights, or their gradients, go along.
+# The ops of a step, named as in ep.trace: whether the op sends rows to the
+# experts, and whether it also sends routing weights or their gradients.
 _OPS = {
   "ep_dispatch": (True, True),
   "ep_combine": (False, False),
@@ -30,24 +30,26 @@ _OPS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Forecast:
-  """What one choice of sizes costs. Made by `plan`. Arrays are NumPy's.
+  """The predicted cost of one choice of sizes. Made by `plan`.
+
+  All arrays are numpy's. All counts and times are means over steps.
 
   Attributes:
     ep_size: P.
-    replicas: copies of experts besides one of each.
-    placement: its name, or "given".
+    replicas: extra copies of experts.
+    placement: name of the placement, or "given".
     capacity_factor: as in `ep.MoEConfig`.
     capacity: C, rows that a rank can receive.
-    receive_bytes: of C rows and their weights.
+    receive_bytes: bytes of C rows and their weights.
     rows: float64 [R], rows that each rank receives, with padding and without
-      what is dropped; a mean over steps.
-    bytes: float64 [R], of these rows: what `ep.trace` counts of each op.
-    dropped: the part of all choices that has no room.
-    sent, received: float64 [R] by op and kind of link ("local", "nvlink",
-      "network"), bytes of each rank; a mean over steps. They count what routers
-      choose, also what is dropped then.
-    seconds: by op, the time of the rank that takes longest; a mean over steps.
-    compute_s: the time of the rest of the layer.
+      dropped choices.
+    bytes: float64 [R], bytes of these rows, as `ep.trace` counts for each op.
+    dropped: fraction of all choices that are dropped.
+    sent, received: by op and kind of link ("local", "nvlink", "network"),
+      float64 [R]: bytes that each rank sends or receives. Includes choices that
+      are then dropped.
+    seconds: by op, time of the slowest rank.
+    compute_s: time of the rest of the layer.
   """
 
   ep_size: int
@@ -72,7 +74,7 @@ class Forecast:
 
   @property
   def label(self) -> str:
-    """Names the choice of sizes."""
+    """A name for the choice of sizes."""
     text = f"EP {self.ep_size}, {self.placement}"
     if self.replicas:
       text += f", {self.replicas} replicas"
@@ -82,18 +84,18 @@ class Forecast:
 
   @property
   def exchange_s(self) -> float:
-    """The time of all four exchanges of a step."""
+    """Time of all four exchanges of a step."""
     return sum(self.seconds.values())
 
   @property
   def share(self) -> float:
-    """The part of the layer's time in which rows move, if none overlaps."""
+    """Fraction of the layer's time in exchanges, without any overlap."""
     return self.exchange_s / (self.exchange_s + self.compute_s)
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecaster:
-  """What all forecasts of a plan have in common; see `plan`."""
+  """Makes the forecasts of a plan. The fields are arguments of `plan`."""
 
   cfg: MoEConfig
   cluster: Cluster
@@ -113,10 +115,10 @@ class Forecaster:
     """Yields a forecast of the steps for each capacity factor.
 
     Args:
-      layout: where the copies of experts are.
-      demands: of each step.
+      layout: the places of the copies of experts.
+      demands: the demand of each step.
       capacity_factors: as in `plan`.
-      **shown: further fields of the forecasts.
+      **shown: further fields of `Forecast`.
     """
     L = layout.experts.size // layout.ep_size
     tokens = np.concatenate([d.tokens for d in demands]).reshape(-1, L)
@@ -124,8 +126,8 @@ class Forecaster:
     for factor in capacity_factors:
       layer = self._layer(layout, factor)
       C, row_bytes = layer.capacity, self._row_bytes(layer)
-      slabs = expert_loads.slabs(tokens, layer.alignment).sum(1)
-      rows = slabs.clip(max=C).reshape(-1, self.cluster.num_ranks)
+      wanted = expert_loads.padded(tokens, layer.alignment).sum(1)
+      rows = wanted.clip(max=C).reshape(-1, self.cluster.num_ranks)
       dropped = drop_policy.dropped(layer, tokens, C).sum()
       compute_s = self.compute_s
       if compute_s is None:
@@ -144,7 +146,7 @@ class Forecaster:
       )
 
   def _exchanges(self, layout, demands):
-    """Returns the bytes and the time of each op."""
+    """Returns the fields `sent`, `received` and `seconds` of a forecast."""
     row_bytes = self._row_bytes(self._layer(layout, None))
     weight_bytes, latency_us = 0, self.cluster.latency_us
     if self.transport == "hierarchical":  # NCCL EP's prob_bytes
@@ -163,9 +165,10 @@ class Forecaster:
     return dict(sent=sent, received=received, seconds=seconds)
 
   def _products_s(self, rows):
-    """Returns the time of the experts' products, both ways, at the peak."""
+    """Returns the time of the experts, forward and backward, at peak rate."""
     cfg = self.cfg
-    flops = 6 * cfg.hidden * (3 if cfg.gated else 2)  # of a row, for each inner
+    # Of a row, for each of the inner dimensions.
+    flops = 6 * cfg.hidden * (3 if cfg.gated else 2)
     inner = rows * cfg.inner + self.tokens_per_rank * cfg.shared_inner
     return float(flops * inner / (self.cluster.tflops * 1e12))
 
@@ -173,7 +176,7 @@ class Forecaster:
     return self.cfg.hidden * layer.group.max_token_dtype.itemsize
 
   def _layer(self, layout, capacity_factor) -> LayerConfig:
-    """Returns the layer that would run, on a mesh without devices."""
+    """Returns the configuration of the layer, on an abstract mesh."""
     shape = layout.num_domains, layout.ep_size
     group = GroupConfig(
       name="plan",

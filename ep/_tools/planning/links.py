@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the rows that an exchange moves over each kind of link, and its time.
+"""Counts the rows that an exchange sends over each kind of link, and its time.
 
-There are three kinds: "local" rows stay on their GPU, "nvlink" rows stay in
-their node, and "network" rows go to another one. Two transports differ in the
-path of a token:
+"local" rows stay on their GPU, "nvlink" rows stay in their node, and "network"
+rows go to another node. Two transports differ in the path of a token:
 
-* "hierarchical" is what NCCL EP's high-throughput kernels do (dispatch_N2N_warp
-  and what follows in its ht_ep.cuh), and DeepEP's, HybridEP's and MORI's. A
-  token goes once to each other node of its experts, to the GPU that has its
-  source's number there. That GPU sends it once to each rank of its experts in
-  the node. A combine goes the same ways back: the rows of a token are summed on
-  each rank, then in each node.
-* "direct" is what their low-latency kernels do: a row for each choice goes from
-  its source to its expert's rank.
+* "hierarchical": the path of the high-throughput kernels of NCCL EP
+  (dispatch_N2N_warp in its ht_ep.cuh), DeepEP, HybridEP and MORI. The source
+  sends a token once to each other node of its experts, to the GPU with the
+  source's number in the node. That GPU sends it once to each rank of its
+  experts in the node. A combine uses the same path backward: it sums the rows
+  of a token on each rank, then in each node.
+* "direct": the path of their low-latency kernels. The source sends a row for
+  each choice to the rank of the expert.
 
 The time is a model, which docs/planner.md compares with published figures: a
-GPU uses all of its links at once, a part of their rate, and the rank that takes
-longest is the time of all.
+GPU uses all its links in parallel at a fixed fraction of their rate, and the
+slowest rank determines the time.
 """
 
 from __future__ import annotations
@@ -28,20 +27,21 @@ from ep._tools.planning.demand import Demand
 
 LINKS = ("local", "nvlink", "network")
 
-# The parts of the vendors' rates, and the latency in microseconds that a
-# transport has: tests/planning/published_test.py fits them.
-NVLINK_PART, NETWORK_PART = 0.8, 0.875
+# Achieved fractions of the vendors' rates, and latencies of the transports.
+# tests/planning/published_test.py fits them to published figures.
+NVLINK_FRACTION, NETWORK_FRACTION = 0.8, 0.875
 LATENCIES_US = {"hierarchical": 73.0, "direct": 17.0}
 
-# The traffic of a dispatch is an array [2, 3, R], of what each rank sends and
-# receives over each of LINKS. That of a combine has both in the other order.
+# The traffic of a dispatch is an array [2, 3, R]: the rows that each rank sends
+# and receives over each of LINKS. A combine exchanges the two directions.
 
 
 def hierarchical(demand: Demand) -> np.ndarray:
-  """Returns rows that go once to a node, and there once to a rank."""
+  """Returns the traffic of tokens sent once per node, then once per rank."""
   D, P, N = demand.nodes.shape
   G = P // N
-  # A token of GPU g enters a node at its GPU g: [domain, node, g, to node, to].
+  # A token of GPU g enters a node at the node's GPU g. The axes are [domain,
+  # source node, g, destination node, destination GPU].
   fans_out = demand.ranks.reshape(D, N, G, N, G)
   local = np.einsum("dngmg->dmg", fans_out)
   crosses = demand.nodes.reshape(D, N, G, N) * (1 - np.eye(N))[:, None]
@@ -59,20 +59,20 @@ def hierarchical(demand: Demand) -> np.ndarray:
 
 
 def direct(demand: Demand) -> np.ndarray:
-  """Returns a row for each choice, on its own way."""
+  """Returns the traffic of a row for each choice."""
   D, P, N = demand.nodes.shape
-  goes = demand.choices.reshape(D, N, P // N, N, P // N)
-  in_node = np.einsum("dngnh->dngh", goes)
+  choices = demand.choices.reshape(D, N, P // N, N, P // N)
+  in_node = np.einsum("dngnh->dngh", choices)
   local = np.einsum("dngg->dng", in_node)
   sent = (
     local,
     in_node.sum(3) - local,
-    np.einsum("dngmh->dng", goes) - in_node.sum(3),
+    np.einsum("dngmh->dng", choices) - in_node.sum(3),
   )
   received = (
     local,
     in_node.sum(2) - local,
-    np.einsum("dngmh->dmh", goes) - in_node.sum(2),
+    np.einsum("dngmh->dmh", choices) - in_node.sum(2),
   )
   return _of_all_domains(demand, sent, received)
 
@@ -81,17 +81,17 @@ TRANSPORTS = {"hierarchical": hierarchical, "direct": direct}
 
 
 def seconds(traffic: np.ndarray, cluster: Cluster, latency_us: float) -> float:
-  """Returns the time of an exchange of bytes."""
+  """Returns the time of an exchange, whose traffic is in bytes."""
   _, nvlink, network = traffic.max(axis=(0, 2)) / 1e9
   slowest = max(
-    nvlink / (cluster.nvlink_gb_s * NVLINK_PART),
-    network / (cluster.network_gb_s * NETWORK_PART),
+    nvlink / (cluster.nvlink_gb_s * NVLINK_FRACTION),
+    network / (cluster.network_gb_s * NETWORK_FRACTION),
   )
   return latency_us / 1e6 + float(slowest)
 
 
-def _of_all_domains(demand, *ways):
-  """Returns [2, 3, R] of [D, N, G]; if D is 1, all domains are alike."""
+def _of_all_domains(demand, sent, received):
+  """Returns the traffic of all domains, from arrays [D, N, G] of each link."""
   D = len(demand.nodes)
-  rows = np.array(ways, float).reshape(2, len(LINKS), -1)
+  rows = np.array([sent, received], float).reshape(2, len(LINKS), -1)
   return np.tile(rows, demand.num_domains // D)

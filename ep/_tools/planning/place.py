@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""place: finds where experts should be for their loads.
+"""place: finds a placement of experts that balances ranks and nodes.
 
-The busiest rank decides how long experts compute, and the busiest node how long
-the network between nodes is in use. Both are measured in parts of their mean,
-and their sum is minimized. First the copy with most load goes to the node with
-least, and so it does within each node; then copies are swapped. Where there is
-an old placement, swaps begin there, and each moved expert has a price.
+The busiest rank decides how long the experts compute, and the busiest node how
+long the network transfers rows. The search minimizes the sum of two ratios: the
+load of the busiest rank over the mean rank's, and the same for nodes. It first
+assigns copies greedily to nodes, then to the ranks of each node, the largest
+load first. Then it swaps copies. With an old placement, it starts there, and
+adds a price for each expert that moves.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ep._src.base import arguments
 from ep._src.moe.placement import Placement
 from ep._tools.planning.cluster import Cluster
 
-# These are the powers of the norms that replace a maximum while copies are
-# swapped. The first norm sees all parts that are far too large; the second norm
-# weighs small gains.
+# The swaps minimize a p-norm of the loads, a smooth maximum, with these powers
+# one after another. The first power weighs all overloaded blocks, the second
+# one the small gains of the busiest block.
 _POWERS = (24, 384)
-_TOLERANCE = 2e-3  # a part of the mean that is not worth a swap
+_TOLERANCE = 2e-3  # a smaller gain, relative to the mean, is not worth a swap
 _SEED = 0
 _KICKS, _KICK_WORK = 100, 2 * 10**5
 
@@ -44,39 +45,39 @@ def place(
       loads = np.stack([m.load for m in metrics_of_steps])
       placement = ep.place(loads, ep.Cluster.named("dgx_h100", num_nodes=4))
 
-  It minimizes the mean over steps of the busiest rank's load over the mean
-  rank's; to this the same of nodes is added where an EP domain has several with
-  several ranks each. Each rank has as many slots. The search begins with nodes,
-  goes on within each, and then swaps. In small cases the sum is within 5% of
-  the least. It is the same on all processes, since it draws with a fixed seed.
+  It minimizes the load of the busiest rank over the mean rank's, averaged over
+  steps. If an EP domain has several nodes with several ranks each, it adds the
+  same ratio of nodes. All ranks have equally many slots. In small cases the
+  result is within 5% of the optimum. It is the same on all processes, since the
+  search uses a fixed seed.
 
-  With `old`, the search begins there, and adds `move_cost` for each slot whose
-  rank had no copy of its expert. So experts move only for what they save:
+  With `old`, the search starts from that placement, and adds `move_cost` for
+  each slot whose rank had no copy of its expert before. So an expert moves only
+  if the move saves more than it costs:
 
       new = ep.place(loads, cluster, old=placement)
 
-  Copies go one by one to the expert whose copies have most load, as in
-  DeepSeek's EPLB; an expert's load is split evenly between its copies. With
-  `old`, each expert keeps its number of copies if this costs less.
+  As in DeepSeek's EPLB, each replica is given to the expert whose copies have
+  the largest load; the copies of an expert share its load evenly. With `old`,
+  each expert keeps its number of copies if this costs less.
 
   Args:
-    loads: [E], of each expert, or [S, E] of several steps, such as
-      `ep.moe.Metrics.load`, or [layers, S, E] of several layers. Only ratios
+    loads: load of each expert, [E]; or [S, E] for several steps, such as
+      `ep.moe.Metrics.load`; or [layers, S, E] for several layers. Only ratios
       count.
-    cluster: which consecutive ranks are a node.
+    cluster: says which consecutive ranks are a node.
     ep_size: P; by default the largest that divides the slots and the ranks, and
       is a multiple or a divisor of the GPUs of a node.
-    replicas: copies of experts besides one of each; P must divide E + replicas.
-    old: where the experts are now, a placement of the same shape.
-    move_cost: the price of an expert that moves from `old`, in loads of the
-      mean rank in a step: a move has to lower the busiest rank's load by more.
-      In training, a fair price is the bytes of an expert's weights and of their
-      optimizer's moments, divided by the bytes that the mean rank exchanges in
-      a step, and by the steps until the next placement.
+    replicas: extra copies of experts; P must divide E + replicas.
+    old: the present placement, of the same shape.
+    move_cost: the price of an expert that moves from `old`, in units of the
+      mean rank's load in a step. In training, a fair price is the bytes of an
+      expert's weights and optimizer moments, divided by the bytes that the mean
+      rank exchanges in a step and by the steps until the next placement.
 
   Returns:
     A `Placement` of V = E + replicas slots: [V], or [layers, V] for loads of
-    layers.
+    several layers.
 
   Raises:
     ValueError: a size does not fit, or a load or the price is negative or not
@@ -118,7 +119,7 @@ def _linear(
   ep_size: int | None = None,
   replicas: int = 0,
 ) -> Placement:
-  """Returns the same copies as `place`, in the order of the experts."""
+  """Returns the copies of `place` in the order of the experts."""
   del cluster, ep_size
   number = _numbers(np.atleast_2d(loads), replicas)
   return Placement(np.arange(number.size).repeat(number))
@@ -131,7 +132,7 @@ NAMED = {"linear": _linear, "balanced": place}
 def checked_loads(
   what: str, loads: np.ndarray | jax.Array, num_experts: int | None = None
 ) -> np.ndarray:
-  """Returns loads as float64; a plan, which names E, takes [E] alone."""
+  """Returns valid loads as float64; with `num_experts`, only [E] is valid."""
   try:
     loads = np.asarray(loads, float)
   except (TypeError, ValueError) as e:
@@ -163,7 +164,7 @@ def checked_slots(
   """Returns the experts of a placement, or raises if they do not fit."""
   if not isinstance(placement, Placement):
     raise arguments.wrong_type(what, name, placement, "an ep.Placement")
-  # A placement has not checked an array of JAX's.
+  # `Placement` checks numpy arrays only; its array may be a JAX array.
   experts = np.asarray(Placement(np.asarray(placement.experts)).experts)
   arguments.check(
     experts.shape == shape and bool((experts.max(-1) == num_experts - 1).all()),
@@ -175,7 +176,7 @@ def checked_slots(
 
 
 def default_ep_size(cluster: Cluster, num_experts: int) -> int:
-  """Returns the largest P that divides the experts, and that fits the nodes."""
+  """Returns the largest P that divides the experts and fits the nodes."""
   common = math.gcd(num_experts, cluster.num_ranks)
   sizes = (P for P in range(1, common + 1) if common % P == 0)
   return max(P for P in sizes if _fits_nodes(P, cluster))
@@ -188,7 +189,7 @@ def domain(
   replicas: int,
   ep_size: int | None,
 ) -> tuple[int, int]:
-  """Returns P and the nodes of an EP domain, or raises."""
+  """Returns P and the number of nodes of an EP domain, or raises."""
   R, G = cluster.num_ranks, cluster.gpus_per_node
   V = num_experts + arguments.integer(what, "replicas", replicas)
   if ep_size is None:
@@ -215,7 +216,7 @@ def _fits_nodes(ep_size, cluster):
 
 
 def _numbers(loads, replicas):
-  """Returns [E], how many copies each expert should have."""
+  """Returns the number of copies of each expert, [E]."""
   total = loads.sum(0)
   number = np.ones(total.size, int)
   most = [(-load, e) for e, load in enumerate(total.tolist())]
@@ -242,22 +243,22 @@ def _placed(loads, num_ranks, num_nodes, replicas, old, move_cost):
 
 
 class _Search:
-  """Searches an order of copies, whose consecutive parts are ranks and nodes.
+  """Searches the best order of the copies.
 
-  A swap is judged by a norm of the parts' loads, which, unlike their maximum,
-  also falls when one of two busiest parts becomes smaller. The best order is
-  that of the least maximum and moves.
+  A level is a division of the slots into blocks: into ranks, and into nodes.
+  Swaps minimize a norm of the blocks' loads. Unlike a maximum, the norm also
+  falls if only one of the two busiest blocks becomes smaller.
 
   Args:
-    loads: [S, E], of each expert.
+    loads: [S, E], load of each expert in each step.
     number: [E], copies of each expert.
-    num_ranks, num_nodes: parts.
+    num_ranks, num_nodes: blocks of the two levels.
     old: [V], the expert of each slot before, or None.
-    move_cost: of a copy on a rank that had none of its expert.
+    move_cost: price of a copy on a rank that had no copy of its expert.
 
   Attributes:
     experts: [V], the expert of each slot in the best order.
-    cost: what is minimized.
+    cost: the cost of the best order, as `place` defines it.
   """
 
   def __init__(self, loads, number, num_ranks, num_nodes, old, move_cost):
@@ -270,14 +271,16 @@ class _Search:
     if 1 < num_nodes < num_ranks:
       levels.append(num_nodes)
     slot = np.arange(copies.size)
-    self._parts = {n: slot * n // slot.size for n in levels}
-    self._rank = self._parts[num_ranks]
-    self._prices = np.zeros((copies.size, num_ranks))  # of each copy there
-    size = self._weights @ self._shares
+    self._blocks = {n: slot * n // slot.size for n in levels}
+    self._rank = self._blocks[num_ranks]
+    self._prices = np.zeros((copies.size, num_ranks))  # by copy and rank
+    load = self._weights @ self._shares
     if old is None:
-      first = _from_nodes(size, num_ranks, num_nodes)
+      nodes = _spread(load, slot, num_nodes)
+      ranks = [_spread(load, node, num_ranks // num_nodes) for node in nodes]
+      first = np.concatenate(ranks).ravel()
     else:
-      first = _from_old(size, copies, old, num_ranks)
+      first = _from_old(load, copies, old, num_ranks)
       had = np.zeros((number.size, num_ranks), bool)
       had[old, self._rank] = True
       self._prices[~had[copies]] = move_cost
@@ -285,7 +288,7 @@ class _Search:
     self.experts = copies[self._best]
 
   def _search(self, first):
-    """Improves the first order, then others near the best."""
+    """Improves the first order, then random variations of the best order."""
     self._best, self.cost = first, self._cost(first)
     enough = self._bound() * (1 + _TOLERANCE)
     rng = np.random.default_rng(_SEED)
@@ -303,35 +306,43 @@ class _Search:
         self._best, self.cost = order, cost
 
   def _loads(self, order):
-    """Yields, for each level, the loads [S, n] over the mean, and n."""
-    for n in self._parts:
+    """Yields the number n of blocks of each level, and their loads [S, n].
+
+    The mean load is 1.
+    """
+    for n in self._blocks:
       loads = self._shares[:, order].reshape(len(self._shares), n, -1)
       yield n, loads.sum(2) * n
 
   def _cost(self, order):
-    """Returns what is minimized."""
+    """Returns the load of the busiest blocks, plus the prices of moves."""
     most = sum(self._weights @ y.max(1) for _, y in self._loads(order))
     return most + self._prices[order, self._rank].sum()
 
   def _bound(self):
-    """Returns what no order is below: the largest copy is in some part."""
+    """Returns a lower bound of the cost of every order.
+
+    The block with the largest copy has at least the smallest other copies.
+    """
     sizes = np.sort(self._shares)
     count = sizes.shape[1]
     least = (
       n * (sizes[:, -1] + sizes[:, : count // n - 1].sum(1))
-      for n in self._parts
+      for n in self._blocks
     )
     return sum(self._weights @ np.maximum(1, each) for each in least)
 
   def _improve(self, order, power):
-    """Swaps copies as long as a swap makes the norm and prices smaller."""
+    """Swaps copies in `order` while a swap makes the norm smaller."""
     norm, loads = self._norm(order, power), [*self._loads(order)]
     is_better = True
     while is_better:
       is_better = False
       for i in range(order.size):
-        if not self._is_busy(loads, i):
-          continue
+        if not any(
+          (y[:, self._blocks[n][i]] > 1 + _TOLERANCE).any() for n, y in loads
+        ):
+          continue  # no block of this copy is above the mean
         norms = self._norms_after_swaps(order, loads, i, power)
         j = norms.argmin()
         if norms[j] < norm * (1 - 1e-9):
@@ -343,6 +354,7 @@ class _Search:
             order[[i, j]] = order[[j, i]]
 
   def _norm(self, order, power):
+    """Returns a smooth maximum of the loads, plus the prices of moves."""
     norm = self._prices[order, self._rank].sum()
     for _, y in self._loads(order):
       most = y.max(1)
@@ -350,61 +362,48 @@ class _Search:
       norm += self._weights @ (most * powers.sum(1) ** (1 / power))
     return norm
 
-  def _is_busy(self, loads, i):
-    """Returns whether a part that has the copy i is above the mean."""
-    return any(
-      (y[:, self._parts[n][i]] > 1 + _TOLERANCE).any() for n, y in loads
-    )
-
   def _norms_after_swaps(self, order, loads, i, power):
-    """Returns the norm [V], with prices, after a swap of i with each."""
+    """Returns the norm [V] after a swap of slot i with each slot."""
     own, here = order[i], self._rank[i]
     price = self._prices[order, self._rank]
     norms = price.sum() - price - price[i]
     norms += self._prices[order, here] + self._prices[own, self._rank]
     placed = self._shares[:, order]
     for n, y in loads:
-      part = self._parts[n]
-      a = part[i]
+      block = self._blocks[n]
+      a = block[i]
       most = y.max(1, keepdims=True)
       more = (placed - placed[:, [i]]) * n / most
       y = y / most
       powers = y**power
       total = powers.sum(1, keepdims=True)
-      with np.errstate(over="ignore"):  # such a swap is not made
+      with np.errstate(over="ignore"):  # inf: the swap is never the best
         changed = (y[:, [a]] + more).clip(0) ** power
-        changed += (y[:, part] - more).clip(0) ** power
-      changed += (total - powers[:, [a]] - powers[:, part]).clip(0)
-      after = np.where(part == a, total, changed)
+        changed += (y[:, block] - more).clip(0) ** power
+      changed += (total - powers[:, [a]] - powers[:, block]).clip(0)
+      after = np.where(block == a, total, changed)
       norms += self._weights @ (most * after ** (1 / power))
     return norms
 
 
-def _from_nodes(size, num_ranks, num_nodes):
-  """Returns the greedy order: nodes, then the ranks of each."""
-  nodes = _spread(size, np.arange(size.size), num_nodes)
-  ranks = [_spread(size, node, num_ranks // num_nodes) for node in nodes]
-  return np.concatenate(ranks).ravel()
+def _from_old(load, copies, old, num_ranks):
+  """Returns an order that keeps copies in the slots of their experts in `old`.
 
-
-def _from_old(size, copies, old, num_ranks):
-  """Returns an order in which a copy is where its expert has been.
-
-  Copies that are new go where the load is least, the largest first.
+  Each new copy, the largest first, is assigned to the rank with the least load.
   """
   order = np.full(old.size, -1)
   kept, at = _common(copies, old)
   order[at] = kept
   new = np.setdiff1d(np.arange(old.size), kept)
-  for copy in new[(-size[new]).argsort(kind="stable")]:
-    loads = np.where(order < 0, 0, size[order]).reshape(num_ranks, -1).sum(1)
-    there = loads.repeat(old.size // num_ranks)
-    order[np.where(order < 0, there, np.inf).argmin()] = copy
+  for copy in new[(-load[new]).argsort(kind="stable")]:
+    loads = np.where(order < 0, 0, load[order]).reshape(num_ranks, -1).sum(1)
+    of_slot = loads.repeat(old.size // num_ranks)
+    order[np.where(order < 0, of_slot, np.inf).argmin()] = copy
   return order
 
 
 def _settled(experts, old, num_ranks):
-  """Returns the slots with those that stay on a rank in their old slots."""
+  """Reorders the slots of each rank so that kept experts keep their slots."""
   slot = np.arange(old.size)
   first = slot * num_ranks // old.size * (old.max() + 1)  # a key of each rank
   stays, at = _common(first + experts, first + old)
@@ -415,7 +414,10 @@ def _settled(experts, old, num_ranks):
 
 
 def _common(a, b):
-  """Returns where a has the k-th of a number, and where b has it."""
+  """Matches the k-th occurrence of each number in a and in b.
+
+  Returns their indices in a, and in b.
+  """
   orders = [x.argsort(kind="stable") for x in (a, b)]
   a_keys, b_keys = (
     x * x.size + np.arange(x.size) - x.searchsorted(x)
@@ -425,14 +427,17 @@ def _common(a, b):
   return orders[0][in_a], orders[1][in_b]
 
 
-def _spread(size, copies, num_parts):
-  """Returns [n, len(copies) / n]: the largest goes where least is, and room."""
-  room = len(copies) // num_parts
-  parts: list[list[int]] = [[] for _ in range(num_parts)]
-  least = [(0.0, part) for part in range(num_parts)]
-  for copy in copies[(-size[copies]).argsort(kind="stable")]:
-    load, part = heapq.heappop(least)
-    parts[part].append(copy)
-    if len(parts[part]) < room:
-      heapq.heappush(least, (load + size[copy], part))
-  return np.array(parts)
+def _spread(load, copies, num_blocks):
+  """Divides copies into blocks of equal length, [num_blocks, length].
+
+  Each copy, the largest first, is assigned to the block with the least load.
+  """
+  length = len(copies) // num_blocks
+  blocks: list[list[int]] = [[] for _ in range(num_blocks)]
+  open_blocks = [(0.0, block) for block in range(num_blocks)]
+  for copy in copies[(-load[copies]).argsort(kind="stable")]:
+    total, block = heapq.heappop(open_blocks)
+    blocks[block].append(copy)
+    if len(blocks[block]) < length:
+      heapq.heappush(open_blocks, (total + load[copy], block))
+  return np.array(blocks)

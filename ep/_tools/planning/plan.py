@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan: predicts what the exchanges of a layer cost on a cluster."""
+"""plan: predicts the cost of a layer's exchanges on a cluster."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Routing = str | os.PathLike[str] | Replay | Ids | Sequence[Ids]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-  """A comparison of forecasts. Made by `plan`; it prints as a table.
+  """A comparison of forecasts, made by `plan`. Prints as a table.
 
   Attributes:
-    cluster: as it was given.
-    routing: which routing was asked about.
+    cluster: the cluster.
+    routing: the name of the routing.
     tokens_per_rank: T.
     forecasts: one for each choice of sizes.
   """
@@ -53,7 +53,7 @@ class Plan:
 
   def __repr__(self) -> str:
     def most(forecast, link):
-      """Returns the most GB that a rank sends or receives in all ops."""
+      """Returns the GB of all ops on the rank that sends or receives most."""
       ways = (forecast.sent, forecast.received)
       sums = [sum(by_link[link] for by_link in w.values()) for w in ways]
       return f"{np.max(sums) / 1e9:.2f}"
@@ -81,7 +81,7 @@ class Plan:
     )
 
   def picture(self, path: str | os.PathLike[str]) -> None:
-    """Draws the time of each op of each forecast, as an SVG."""
+    """Writes an SVG with the time of each op of each forecast."""
     bars = {f.label: f.seconds for f in self.forecasts}
     pathlib.Path(path).write_text(picture.bars(bars))
 
@@ -109,40 +109,41 @@ def plan(
         ep_sizes=[64, 256], replicas=[0, 256], placements=["balanced"],
       ))
 
-  There is a forecast for each combination of the sequences. Bytes and rows are
-  exact for ids, and means for a distribution; times are a model. It counts in
-  NumPy, on this process alone, without devices.
+  The plan has a forecast for each combination of the sequences. For given ids,
+  bytes and rows are exact; for a distribution they are means. Times are a
+  model. The function counts in NumPy, on this process alone, without devices.
 
   Args:
     cfg: the layer. Its sizes, groups, capacity_factor and drop_by count.
-    cluster: where it runs, with a rank on each GPU. An EP domain is consecutive
+    cluster: the cluster, with a rank on each GPU. An EP domain is P consecutive
       ranks.
-    routing: which experts tokens choose. "uniform"; "zipf:A", where the load of
-      the expert of rank n goes with n^-A, in an order that is shuffled with a
-      fixed seed, for a number A >= 0; loads [E]; ids of a step, int [R * T, K]
-      in the order of the global view, or a list of them; a folder of
-      `ep.record` or what `ep.replay` made of it, of which all complete steps of
-      the layer `cfg.name` count.
-    tokens_per_rank: T; ids have their own.
-    ep_sizes: P, each a divisor of the ranks, and a multiple or a divisor of the
-      GPUs of a node; by default the largest that divides the experts, too.
+    routing: the choices of tokens, in one of five forms: "uniform"; "zipf:A"
+      (the n-th largest load is proportional to n^-A, for A >= 0; a fixed seed
+      shuffles the experts); loads [E]; expert ids of a step, int [R * T, K] in
+      the order of the global view, or a list of such arrays; a folder of
+      `ep.record` or its `ep.replay` (all complete steps of the layer `cfg.name`
+      count).
+    tokens_per_rank: T; ignored for expert ids.
+    ep_sizes: values of P, each a divisor of the ranks, and a multiple or a
+      divisor of the GPUs of a node. By default the largest such P that also
+      divides the experts.
     placements: "linear", in the order of the experts; "balanced", by `place`
       for the routing's loads; or an `ep.Placement` of E + replicas slots.
-    replicas: copies of experts besides one of each; P must divide E + replicas.
-      The tokens of an expert take its copies in turn.
-    capacity_factors: by default that of `cfg`; None has room for any routing.
-    alignment: rows to a multiple of which each expert's slab is padded.
-    dtype: of all rows: "bfloat16", "float16" or "float32".
-    transport: how rows move: "hierarchical" as in high-throughput kernels, once
-      to each node of a token and once to each rank there; "direct" as in
-      low-latency ones, a row for each choice.
-    compute_s: seconds that the rest of the layer takes in a step, forward and
-      backward. None for the products of the experts at the cluster's peak,
-      hence no less than their time.
+    replicas: extra copies of experts; P must divide E + replicas. The tokens of
+      an expert alternate between its copies.
+    capacity_factors: by default the factor of `cfg`; None fits any routing.
+    alignment: each expert's segment of rows is padded to a multiple of this.
+    dtype: dtype of all rows: "bfloat16", "float16" or "float32".
+    transport: "hierarchical", as in high-throughput kernels: a token is sent
+      once to each node of its experts, and there once to each of their ranks.
+      "direct", as in low-latency kernels: a row is sent for each choice.
+    compute_s: seconds of the rest of the layer in a step, forward and backward.
+      None computes the time of the experts' products at the cluster's peak
+      rate, a lower bound.
 
   Returns:
-    A `Plan`, with the forecasts in the order of the arguments, the last one
-    fastest.
+    A `Plan`. Its forecasts have the order of the arguments; the last argument
+    varies fastest.
 
   Raises:
     ValueError: a size, a shape or an id does not fit.
@@ -213,7 +214,7 @@ def plan(
 
 
 def _source(cfg, num_ranks, routing, tokens_per_rank) -> Counted | Expected:
-  """Returns where the demand of a routing comes from."""
+  """Returns the source of demands for a routing."""
   E, name = cfg.num_experts, "given"
   if isinstance(routing, str):
     exponent = _exponent(routing)
@@ -252,7 +253,7 @@ def _source(cfg, num_ranks, routing, tokens_per_rank) -> Counted | Expected:
 
 
 def _exponent(routing):
-  """Returns the exponent of a distribution, or None if it is a folder."""
+  """Returns the exponent of a distribution, or None for a folder's name."""
   name, _, number = routing.lower().partition(":")
   if routing.lower() == "uniform":
     return 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""suggest_capacity: what each capacity would have cost a recorded routing."""
+"""suggest_capacity: the drops of recorded routings for each capacity."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from ep._src.ops import drop_policy
 from ep._tools.records import expert_loads
 from ep._tools.records.replay import Replay, replay
 
-# The candidates of every table, as factors of the rows of a balanced step.
+# Capacities in every table, as factors of the rows of a balanced step.
 _FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CapacitySuggestion:
-  """Capacities and their drops, of `suggest_capacity`. It prints as a table.
+  """Capacities and their drops, by `suggest_capacity`. Prints as a table.
 
-  All arrays are numpy's. A step here is one routing.
+  All arrays are numpy's. A step is one routing.
 
   Attributes:
-    layer: the layer that was asked about.
-    drop_probability: as it was asked for.
+    layer: the layer.
+    drop_probability: the argument of `suggest_capacity`.
     capacity: the suggested C in rows, for `recv_capacity_per_rank`.
-    candidates: int64 [N], ascending capacities in rows; `capacity` is one.
-    balanced: T * K, the rows that each rank receives if all receive as many. T
-      is the group's `max_tokens_per_rank` or, if it has none, the most tokens
-      of a rank in a step.
-    bytes: int64 [N], of the received rows and their weights on a rank; None if
+    candidates: int64 [N], ascending capacities in rows, including `capacity`.
+    balanced: T * K, the rows of each rank in a balanced step. T is the group's
+      `max_tokens_per_rank` or, if that is None, the most tokens of a rank in a
+      step.
+    bytes: int64 [N], bytes of the received rows and weights of a rank; None if
       the group has no `hidden_dim`.
-    dropped_choices: float64 [N], the fraction of all choices that are dropped.
-    dropped_steps: float64 [N], the fraction of steps in which a rank drops any.
+    dropped_choices: float64 [N], fraction of all choices that are dropped.
+    dropped_steps: float64 [N], fraction of steps in which a rank drops any.
     demand: int64 [S, R], rows that each rank wants in a step, padding included.
   """
 
@@ -77,7 +77,7 @@ class CapacitySuggestion:
     return "\n".join([title, *lines])
 
   def plot(self, path: str | os.PathLike[str]) -> None:
-    """Draws the drops by capacity, and how many rows ranks want, as a PNG.
+    """Writes a PNG with the drops by capacity, and the rows that ranks want.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
@@ -108,7 +108,7 @@ def suggest_capacity(
   *,
   drop_probability: float = 0.0,
 ) -> CapacitySuggestion:
-  """Returns what capacities would have cost the steps that were recorded.
+  """Finds the receive capacity that recorded steps need.
 
       suggestion = ep.suggest_capacity(layer, "routing", drop_probability=1e-3)
       print(suggestion)                                    # a table
@@ -116,28 +116,28 @@ def suggest_capacity(
         recv_capacity_per_rank=suggestion.capacity, overflow="drop"
       )
 
-  It counts in NumPy, on this process alone: what `overflow="drop"` would have
-  dropped, for this layer's ranks, experts, alignment and `drop_by` (None is
-  "fair", as with weights), whatever its capacity. The numbers are exact, with
-  one exception: `drop_by="weight"` with an alignment counts as "slot", because
-  weights are not looked at. On each rank these two differ by less than
-  `alignment` rows for each of its experts. Without an alignment, all policies
-  drop equally many choices.
+  For each capacity it counts the choices that `overflow="drop"` would have
+  dropped, with the ranks, experts, alignment and `drop_by` of the layer (None
+  means "fair"). It counts in NumPy, on this process alone. The layer may have
+  another EP size than the record.
 
-  The layer may have another EP size than the record.
+  The numbers are exact, with one exception: `drop_by="weight"` with an
+  alignment is counted as "slot", because the function does not read weights. On
+  each rank these two policies differ by less than `alignment` rows for each of
+  its experts. Without an alignment, all policies drop equally many choices.
 
   Args:
-    layer: an `EpLayerConfig`.
-    routings: a folder of `ep.record` or what `ep.replay` made of it, of which
-      all complete steps of the layer's name count; or arrays [R * n, ..., K] of
-      the global view, with values, one for each step.
-    drop_probability: the largest fraction of choices that may be dropped, from
-      0 to before 1. With 0, the capacity fits every step that was given, and
+    layer: an `EpLayerConfig`. Its own capacity is ignored.
+    routings: a folder of `ep.record`, or its `ep.replay`: all complete steps of
+      the layer's name count. Or arrays [R * n, ..., K] in the global view, not
+      traced, one for each step.
+    drop_probability: the largest fraction of choices that may be dropped, in
+      [0, 1). With 0, the capacity fits every given step, and
       `overflow="error"` would not have failed.
 
   Returns:
-    A `CapacitySuggestion`, whose `capacity` is the least multiple of the
-    alignment that the layer accepts and that drops no more.
+    A `CapacitySuggestion`. Its `capacity` is the smallest multiple of the
+    alignment that the layer accepts and that drops no larger fraction.
 
   Raises:
     ValueError: there is no step, or a shape, an id or a number does not fit.
@@ -151,7 +151,7 @@ def suggest_capacity(
     op,
     f"drop_probability = {limit}, but it must be at least 0 and less than 1.",
   )
-  if isinstance(routings, (str, os.PathLike)):
+  if isinstance(routings, str | os.PathLike):
     routings = replay(routings)
   if isinstance(routings, Replay):
     routings = routings.routings(layer)
@@ -179,8 +179,7 @@ def suggest_capacity(
     len(steps) > 0, op, "there is no step; record one that is complete."
   )
   tokens = np.stack(steps)  # [S, R, L]
-  demand = expert_loads.slabs(tokens, unit).sum(axis=2)
-  # All that the group may have, or else all that came.
+  demand = expert_loads.padded(tokens, unit).sum(axis=2)
   num_tokens = group.max_tokens_per_rank or most_tokens
   balanced = num_tokens * layer.top_k
   least = min(
@@ -197,7 +196,7 @@ def suggest_capacity(
   def is_enough(blocks):
     return dropped(blocks * unit).sum() <= limit * total
 
-  # Drops never grow with the capacity, so bisection finds the least one.
+  # A larger capacity never drops more, so bisection finds the smallest one.
   most = max(int(demand.max()), least)
   blocks = range(least // unit, most // unit)
   found = unit * (blocks.start + bisect.bisect(blocks, False, key=is_enough))

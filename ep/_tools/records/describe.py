@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""describe: turns a handle into numbers that people can read."""
+"""describe: shows the routing of a handle as a table."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ import numpy as np
 from ep._src.group.group import EpLayerConfig
 from ep._src.ops.handle import check_handle, EpHandle
 
-_MAX_EXPERT_LINES = 64  # beyond that the table has one line for each rank
+_MAX_EXPERT_LINES = 64  # with more experts, the table shows only ranks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutingSummary:
-  """The routing of a step as N ranks see it. Made by `describe`.
+  """The routing of a step on N ranks, made by `describe`. Prints as a table.
 
-  All arrays are numpy's. It prints as a table.
+  All arrays are numpy's.
 
   Attributes:
-    layer: the handle's layer.
-    ranks: int32 [N], which of the R ranks these are, in the order of the token
-      axes; None for a handle of the local view, which does not know its rank.
-    capacity: C, rows that a rank could receive.
+    layer: the layer of the handle.
+    ranks: int32 [N], the indices of these ranks among all R, in the order of
+      the token axes; None for a handle of the local view, which does not store
+      its rank.
+    capacity: C, rows that a rank can receive.
     token_counts: int32 [N, L], tokens that each local expert receives.
-    group_sizes: int32 [N, L], rows of its slab inside the capacity, padding
-      included.
-    total_recv_tokens: int32 [N], rows wanted: padding and dropped ones too.
-    dropped_counts: int32 [N, L], tokens of each local expert that were dropped.
+    group_sizes: int32 [N, L], rows of each expert segment within the capacity,
+      padding included.
+    total_recv_tokens: int32 [N], rows wanted, with padding and dropped rows.
+    dropped_counts: int32 [N, L], dropped tokens of each local expert.
   """
 
   layer: EpLayerConfig
@@ -43,12 +44,12 @@ class RoutingSummary:
 
   @property
   def slab_offsets(self) -> np.ndarray:
-    """int32 [N, L]: the first row of each slab, at most the capacity."""
+    """int32 [N, L]: the first row of each expert segment, at most C."""
     return self.group_sizes.cumsum(1, dtype=np.int32) - self.group_sizes
 
   @property
   def experts(self) -> np.ndarray:
-    """int32 [N, L]: expert ids; those of rank 0 if `ranks` is None."""
+    """int32 [N, L]: expert ids. If `ranks` is None, the ids of rank 0."""
     local = self.layer.num_local_experts
     ranks = np.zeros(1, np.int32) if self.ranks is None else self.ranks
     first = ranks % self.layer.ep_size * local
@@ -56,14 +57,14 @@ class RoutingSummary:
 
   @property
   def dropped(self) -> np.ndarray:
-    """int32 [N]: tokens of all the rank's experts that were dropped."""
+    """int32 [N]: dropped tokens of each rank."""
     return self.dropped_counts.sum(1, dtype=np.int32)
 
   @property
   def imbalance(self) -> np.ndarray:
     """float64 [N]: tokens of a rank's busiest expert over the rank's mean.
 
-    It is 1 if the rank's experts have equal loads or none, and L at worst.
+    From 1, if the experts have equal loads or no tokens, to L.
     """
     return _imbalance(self.token_counts)
 
@@ -71,9 +72,8 @@ class RoutingSummary:
   def rank_imbalance(self) -> float | None:
     """Rows wanted by the busiest rank over the mean of its EP domain.
 
-    It is 1 if all ranks have equal loads, and P at worst; the largest of
-    several domains. None unless the summary has all R ranks: it lacks those of
-    other processes.
+    From 1, if all ranks have equal loads, to P; the largest of all domains.
+    None if the summary lacks ranks, because other processes own them.
     """
     if (
       self.ranks is None or len(self.ranks) != self.layer.group.num_token_ranks
@@ -115,29 +115,29 @@ class RoutingSummary:
 
 
 def describe(handle: EpHandle) -> RoutingSummary:
-  """Returns the slabs, loads and drops of a step's routing.
+  """Returns the expert segments, loads and drops of a step's routing.
 
       handle = jax.jit(functools.partial(ep.ep_prepare, layer))(topk_idx)
       plan = ep.describe(handle)
       print(plan)                             # a table
       assert plan.dropped.sum() == 0
 
-  Waits for the handle and copies its counts to the host, where this process
-  can see them; not collective. Inside a compiled program, for a rank at a time:
+  Waits for the handle and copies its counts to the host. Not collective. Inside
+  a compiled program, each rank prints its own table with:
 
       jax.debug.callback(lambda h: print(ep.describe(h)), handle)
 
   Args:
-    handle: from `ep_prepare`, of one step, with values. Of the global view: the
-      ranks whose devices belong to this process are described, N <= R; of the
-      local view: its rank, N = 1.
+    handle: a handle of one step, not traced. For the global view, the summary
+      has the N <= R ranks whose devices belong to this process. For the local
+      view, it has one rank.
 
   Returns:
     A `RoutingSummary`.
 
   Raises:
-    TypeError: `handle` is not a handle, or is being traced and has no values.
-    ValueError: its arrays are not those of one step.
+    TypeError: `handle` is not a handle, or is being traced.
+    ValueError: the handle is a stack of several steps.
   """
   check_handle("describe", handle)
   layer = handle.layer
@@ -182,7 +182,7 @@ def describe(handle: EpHandle) -> RoutingSummary:
 
 
 def _buffers(layer: EpLayerConfig) -> str:
-  """Says what rows of buffers NCCL EP keeps; see GroupBytes in limits.cc."""
+  """Describes the buffers that NCCL EP keeps; see GroupBytes in limits.cc."""
   group = layer.group
   tokens, width = group.max_tokens_per_rank, group.hidden_dim
   assert tokens is not None and width is not None  # "nccl" needs both
@@ -194,7 +194,7 @@ def _buffers(layer: EpLayerConfig) -> str:
 
 
 def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the indices and values of the rows that this process holds."""
+  """Returns the indices and values of the rows on devices of this process."""
   if not isinstance(array, jax.Array) or array.is_fully_addressable:
     whole = np.asarray(array)
     return np.arange(len(whole), dtype=np.int32), whole
@@ -207,6 +207,6 @@ def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _imbalance(loads: np.ndarray) -> np.ndarray:
-  """Returns the largest over the mean, along the last axis; 1 if all are 0."""
+  """Returns max / mean along the last axis; 1 where all loads are 0."""
   mean = loads.mean(-1)
   return np.where(mean > 0, loads.max(-1) / np.where(mean > 0, mean, 1), 1.0)

@@ -16,9 +16,9 @@ def choices(
   """Returns [R, E], how often each rank's tokens choose each expert.
 
   Raises, with a message that begins with `what`:
-    TypeError: `topk_idx` is being traced, or holds no integers.
+    TypeError: `topk_idx` is being traced, or its dtype is not an integer.
     ValueError: its shape or an id does not fit, a token repeats an expert, or
-      other processes hold a part of `topk_idx`.
+      `topk_idx` is not fully addressable by this process.
   """
   if isinstance(topk_idx, jax.core.Tracer):
     raise TypeError(
@@ -65,7 +65,7 @@ def choices(
 
 
 def received(choices: np.ndarray, ep_size: int) -> np.ndarray:
-  """Returns [R, L], tokens for each expert of each rank, of `choices` [R, E].
+  """Returns the tokens [R, L] of each rank's experts, for `choices` [R, E].
 
   An EP domain is `ep_size` consecutive ranks.
   """
@@ -74,6 +74,6 @@ def received(choices: np.ndarray, ep_size: int) -> np.ndarray:
   return domains.reshape(num_ranks, -1)
 
 
-def slabs(tokens: np.ndarray, alignment: int) -> np.ndarray:
-  """Returns the rows of each expert's slab, padding included."""
+def padded(tokens: np.ndarray, alignment: int) -> np.ndarray:
+  """Returns the rows of each expert: tokens rounded up to the alignment."""
   return -(-tokens // alignment) * alignment

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a record: NumPy archives (.npz) in one folder.
 
-A process writes files of its own, "<process>-<number>.npz", each with ".part"
-after its name until it is complete. So a file that has its name is whole,
-whenever its process ends. With an entry n for each call of a rank, it holds
+Each process writes its own files, "<process>-<number>.npz". The name ends with
+".part" until the file is complete, so a file without ".part" is complete even
+if its process was killed. A file has these arrays, with an entry n for each
+call of a rank:
 
     format                    FORMAT
     <layer>.topk_idx          int [N, ..., K], the ids of the rank's tokens
-    <layer>.topk_weights      float32 [N, ..., K], if asked for and known
+    <layer>.topk_weights      float32 [N, ..., K], optional
     <layer>.rank              int32 [N], the rank, below num_ranks
     <layer>.step              int64 [N]
-    <layer>.call              int32 [N], which call of the step, as the rank ran
-                              them; below calls_per_step
-    <layer>.site              text [N], the program, and the op's place in it
-    <layer>.run               int64 [N], how often the rank ran it before
+    <layer>.call              int32 [N], index of the call in its step, in the
+                              order of the rank; below calls_per_step
+    <layer>.site              text [N], the program, and the op's position in it
+    <layer>.run               int64 [N], number of earlier runs of the site on
+                              the rank
     <layer>.num_ranks         int32, R
     <layer>.calls_per_step    int32
 
-Calls of one layer that do not depend on each other may run in another order on
-each rank. So ranks are matched by site and run, and rank 0 has the order.
+Ranks may run independent calls of a layer in different orders. So a reader
+matches the ranks by site and run, and takes the order of rank 0.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import numpy as np
 from ep._src.base import arguments
 
 FORMAT = "ep.record 1"
-# The columns with a number for each call, and what is one for all calls.
+# Columns with a number for each call, and numbers that all calls share.
 COLUMNS: dict[str, Any] = dict(
   rank=np.int32, step=np.int64, call=np.int32, run=np.int64
 )
@@ -44,7 +46,7 @@ _TOKENS = dict(topk_idx=(np.int32, np.int64), topk_weights=(np.float32,))
 
 
 class Call(NamedTuple):
-  """A call of one rank, as the head of this file describes it."""
+  """A call of one rank; the docstring of this file describes its fields."""
 
   layer: str
   num_ranks: int
@@ -59,7 +61,7 @@ class Call(NamedTuple):
 
   @property
   def shapes(self) -> dict[str, tuple[int, ...]]:
-    """The shapes of the arrays of tokens, by name."""
+    """The shapes of `topk_idx` and `topk_weights`, by name."""
     arrays = {name: getattr(self, name) for name in _TOKENS}
     return {name: x.shape for name, x in arrays.items() if x is not None}
 
@@ -67,11 +69,8 @@ class Call(NamedTuple):
 class Writer:
   """Writes the calls of a process. Not thread-safe.
 
-  A folder takes the files of one writer of each process: the first one, until
-  the folder is removed.
-
   Raises:
-    ValueError: the folder has files of the process.
+    ValueError: another writer of this process has used the folder.
   """
 
   def __init__(self, folder: pathlib.Path, process: int):
@@ -85,7 +84,7 @@ class Writer:
         " where this process can write."
       ) from e
     try:
-      self._path(".part").touch(exist_ok=False)  # no two processes succeed
+      self._path(".part").touch(exist_ok=False)  # only one writer succeeds
       if not any(folder.glob(f"{self._stem.name}-*.npz")):
         return
       self.close()
@@ -101,12 +100,12 @@ class Writer:
     return pathlib.Path(f"{self._stem}-{self._num_files:06d}.npz{suffix}")
 
   def close(self) -> None:
-    """Leaves no trace in the folder if nothing was written."""
+    """Removes the empty file if nothing was written."""
     if not self._num_files:
       self._path(".part").unlink(missing_ok=True)
 
   def write(self, calls: Iterable[Call]) -> None:
-    """Writes a file, or more: in each, the calls of a layer are alike."""
+    """Writes the calls to files; in a file, a layer's arrays have one shape."""
     files: list[dict[str, list[Call]]] = []
     for call in calls:
       for layers in files:
@@ -141,10 +140,10 @@ def _columns(calls: list[Call]) -> dict[str, np.ndarray]:
 
 
 def read_calls(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-  """Returns all columns of a file but those of tokens, by layer.
+  """Returns the columns of a file without ids and weights, by layer.
 
   Raises:
-    ValueError: it is truncated, damaged, or no file of a record.
+    ValueError: the file is truncated, damaged, or not a file of a record.
   """
   layers: dict[str, dict[str, np.ndarray]] = collections.defaultdict(dict)
   others = "format", *_TOKENS
@@ -162,7 +161,7 @@ def read_calls(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _are_sound(columns: dict[str, np.ndarray]) -> bool:
-  """Returns whether all columns are there, of one length and in range."""
+  """Returns whether all columns exist, have one length, and are in range."""
   site = columns.get("site", np.array(0))
   types: dict[str, Any] = {
     **{name: (dtype, site.shape) for name, dtype in COLUMNS.items()},
@@ -185,10 +184,10 @@ def _are_sound(columns: dict[str, np.ndarray]) -> bool:
 
 
 def read_tokens(path: pathlib.Path, layer: str, name: str) -> np.ndarray:
-  """Returns a column of tokens, `topk_idx` or `topk_weights` of a layer.
+  """Returns the column `topk_idx` or `topk_weights` of a layer.
 
   Raises:
-    ValueError: it is not there, or not as `ep.record` writes it.
+    ValueError: the column is missing, or has an unexpected shape or dtype.
   """
   dtypes, rank, name = _TOKENS[name], f"{layer}.rank", f"{layer}.{name}"
   columns = dict(_read(path, (name, rank).__contains__))
@@ -211,7 +210,7 @@ def read_tokens(path: pathlib.Path, layer: str, name: str) -> np.ndarray:
 def _read(
   path: pathlib.Path, is_wanted: Callable[[str], bool]
 ) -> list[tuple[str, np.ndarray]]:
-  """Returns the names and arrays of a file that are wanted."""
+  """Returns the wanted arrays of a file, with their names."""
   try:
     with np.load(path) as file:
       if str(file["format"]) == FORMAT:
@@ -219,7 +218,7 @@ def _read(
     problem = f"has another format than {FORMAT!r}"
   except (zipfile.BadZipFile, EOFError) as e:
     problem = f"is truncated or damaged ({e})"
-  except Exception:  # a foreign file may fail in any way
+  except Exception:  # a hostile file can raise any error
     problem = "was not written by ep.record"
   raise ValueError(
     f"ep.replay: {path} {problem}; remove it, and the steps that it holds are"

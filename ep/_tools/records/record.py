@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""record: writes the routing of each step to files, from compiled programs."""
+"""record: writes the routing of each step of compiled programs to files."""
 
 from __future__ import annotations
 
@@ -32,49 +32,48 @@ def record(
   calls_per_step: int | Mapping[str, int] = 1,
   flush_s: float = 10.0,
 ) -> Iterator[None]:
-  """Writes the ids of every `ep_prepare` that runs in the context to files.
+  """Writes the expert ids of every `ep_prepare` that runs in the context.
 
       with ep.record("routing"):
         for batch in data:
-          state = step(state, batch)      # traced anew, once
+          state = step(state, batch)      # traced once more
       topk_idx = ep.replay("routing").topk_idx("moe_3", step=17)
 
-  A call is one `ep_prepare` of a rank, whether compiled or not, inside of a
-  `scan`, or under `vmap`, where each example makes one. What `jax.checkpoint`
-  computes again is not a call. The calls of a layer, which its `name` stands
-  for, are numbered from 0 on in the order in which rank 0 makes them: number n
-  is the call `n % calls_per_step` of the step `n // calls_per_step`. So layers
-  of other places of a model need other names, or share the calls of a step.
+  A call is one execution of `ep_prepare` on a rank. Each iteration of a `scan`
+  and each example of a `vmap` is a call; a recomputation by `jax.checkpoint` is
+  not. The calls of a layer, identified by its `name`, are numbered from 0 in
+  the order of rank 0: number n is call `n % calls_per_step` of step
+  `n // calls_per_step`. So give different layers of a model different names, or
+  count their calls together.
 
-  The ids are [..., K]. A choice that is dropped is recorded as it was chosen: a
-  replay with the same ranks and layer drops it again.
+  The record has the chosen ids [..., K], also of choices that are then dropped:
+  a replay with the same ranks and layer drops them again.
 
   Each process writes the ids of its own ranks to NumPy archives in the folder,
-  and all processes must do the same. `ep.replay` reads them. A process that is
-  killed loses what came in the last `flush_s` seconds. Leaving the context
-  waits for all arrays that are alive, and writes the rest. So keep a result of
-  the last step, or wait for it. If nothing came, it warns.
+  so all processes must enter the context. `ep.replay` reads the archives. A
+  killed process loses the calls of its last `flush_s` seconds. On exit, the
+  context waits for all live arrays and writes the remaining calls, so keep a
+  result of the last step, or wait for it. It warns if it has recorded nothing.
 
-  It is a context of the thread that enters it. A program that is exported in it
-  is refused, because it could not call this process.
+  The context belongs to the thread that enters it. It refuses to export a
+  program, because an exported program cannot call this process.
 
   Args:
-    path: a folder, new or without files of a record. None: nothing is recorded,
-      for instance by an evaluation within a context.
+    path: a folder, new or without files of a record. None records nothing, for
+      instance during an evaluation inside another context.
     layers: names of the layers to record; None records all.
-    weights: whether to write the weights of these choices, too, as float32: as
-      they came to `ep_prepare`, if it gets `topk_weights`, as it does in
-      `ep.moe_layer` and `ep.MoE`.
-    calls_per_step: how often a step calls `ep_prepare` with a layer: 1, or as
-      often as a `scan` does; for all layers, or by name.
-    flush_s: seconds after which what came is written.
+    weights: whether to also write the weights of the choices, as float32.
+      `ep_prepare` must get `topk_weights`, as in `ep.moe_layer` and `ep.MoE`.
+    calls_per_step: number of calls of a layer in a step, for instance the
+      length of a `scan`; for all layers, or by name.
+    flush_s: interval between writes, in seconds.
 
   Raises:
     ValueError, TypeError: an argument does not fit, or the folder has a record.
-    ep.EpError: files cannot be written, as on a full disk; from the next
-      programs of this process. Other processes see that as they see any process
-      that fails: when it has closed its group or ended, or after `timeout_s`.
-    RuntimeError: the same, on leaving.
+    ep.EpError: a file cannot be written, for instance because the disk is full.
+      The next programs of this process raise it. Other processes see a failed
+      process: when it closes its group, when it ends, or after `timeout_s`.
+    RuntimeError: the same, on exit from the context.
   """
   if path is None:
     with trace_callback(None):
@@ -87,7 +86,7 @@ def record(
     with trace_callback(recorder):
       yield
     for array in jax.live_arrays():
-      # The failure of a program is told to those who use its results.
+      # The user of a failed program's results gets its error.
       with contextlib.suppress(*EpError):
         array.block_until_ready()
   finally:
@@ -96,12 +95,12 @@ def record(
 
 
 class _Recorder:
-  """A trace callback: programs add their calls, and a thread writes them.
+  """Receives the calls of the programs in a context; a thread writes them.
 
-  It has a primitive of its own, because a `jax.debug.callback` costs four times
-  as much, has no order for the examples of a `vmap`, and is one site where a
-  traced function is used twice. A thread writes, because a file for each step
-  would double the cost, and the last step before a hang must be there, too.
+  `record_p` is used instead of `jax.debug.callback`, which costs four times as
+  much, does not order the examples of a `vmap`, and does not distinguish two
+  uses of one traced function. The thread writes at intervals: a file for each
+  step would double the cost, and the last step before a hang must be written.
   """
 
   def __init__(self, folder, layers, weights, calls_per_step, flush_s):
@@ -131,8 +130,8 @@ class _Recorder:
     self._others: set[str] = set()  # names of layers that are not recorded
     self._closed = threading.Event()
     self._failure: Exception | None = None
-    # The lock guards the calls that wait to be written, how many each rank has
-    # made of a layer, and how often each place of the mesh has run each site.
+    # The lock guards the next three: calls to write, the number of calls by
+    # (layer, rank), and the number of runs by site and position in the mesh.
     self._lock = threading.Lock()
     self._calls: list[files.Call] = []
     self._numbers: collections.Counter = collections.Counter()
@@ -143,10 +142,10 @@ class _Recorder:
     self._thread.start()
 
   def __call__(self, layer, topk_idx, topk_weights, leaves):
-    """Returns the leaves of a handle that is traced now, in the local view.
+    """Adds the recording to the leaves of a handle; the trace callback.
 
-    If one is used, the ids of its choices are recorded. So are the weights, if
-    they are wanted and there are any; they have no derivative.
+    A program that uses one of the returned leaves records the ids, and the
+    weights if the user wants them. The weights have no derivative.
     """
     name, group, ranks = layer.name, layer.group, layer.group.num_token_ranks
     if self._layers is not None and name not in self._layers:
@@ -164,17 +163,17 @@ class _Recorder:
     if self._weights and topk_weights is not None:
       operands.append(topk_weights.astype(jnp.float32))
     (zero,) = record_p.bind(*operands, recorder=self, layer=layer)
-    # So the ops of the handle run after the call.
+    # The ops that use the handle then run after the call.
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), leaves)
 
   def add(self, layer, site, topk_idx, place, *topk_weights):
-    """Adds a call of the device at a place of the mesh, and returns (0,).
+    """Adds a call of the device at a position of the mesh; returns (0,).
 
-    Of devices that hold the same tokens, the first one's counts.
+    Of devices with the same tokens, it records only the first one.
 
     Raises:
       RuntimeError: files cannot be written. All devices of the process fail in
-        the same run of a site, so that none waits for one that has failed.
+        the same run of a site, so no device waits for a failed one.
     """
     name, num_ranks = layer.name, layer.group.num_token_ranks
     place, per_step = int(place), self._calls_per_step
@@ -196,7 +195,7 @@ class _Recorder:
     return _ZEROS
 
   def close(self):
-    """Writes what was added, and records no more."""
+    """Writes the remaining calls, and ignores later ones."""
     self._closed.set()
     self._thread.join()
     self._writer.close()
@@ -204,7 +203,7 @@ class _Recorder:
       raise self._error() from self._failure
 
   def warn_if_empty(self):
-    """Warns if no program called this process."""
+    """Warns if no call was recorded."""
     if self._runs:
       return
     why = (
@@ -225,7 +224,7 @@ class _Recorder:
     )
 
   def _write(self):
-    """Writes what has come, again and again until the recorder is closed."""
+    """Writes the new calls at intervals, until the recorder is closed."""
     is_last = False
     try:
       while not is_last:
@@ -233,12 +232,11 @@ class _Recorder:
         with self._lock:
           calls, self._calls = self._calls, []
         self._writer.write(calls)
-    except Exception as e:  # `add` and `close` tell the user
+    except Exception as e:  # `add` and `close` raise it
       self._failure = e
 
 
-# A program adds it to a handle, so that the handle waits for a call.
-_ZEROS = (np.zeros((), np.int32),)
+_ZEROS = (np.zeros((), np.int32),)  # the result of `record_p`
 
 
 def _types(topk_idx, *_, **__):
@@ -257,6 +255,6 @@ def _lower(ctx, *operands, recorder, layer):
   return compat.lower_to_python(ctx, add, *operands)
 
 
-# It is not cacheable, since each op of a program has its own position in it.
+# Not cacheable, because each op of a program has its own position in it.
 record_p = primitive.new("ep_record", _types, _lower, cacheable=False)
 compat.run_once_in_remat(record_p)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""replay: reads the routing that `record` wrote."""
+"""replay: reads the files of `record`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from ep._src.group.group import check_layer, EpLayerConfig
 from ep._tools.records import files
 
 _MOST_NAMED = 16  # ranks in an error
-_CACHED = 64  # arrays of files; each process writes one for a layer at a time
+_CACHED = 64  # arrays; at a time, each process writes one for a layer
 
 
 def replay(path: str | os.PathLike[str]) -> Replay:
   """Returns the routing that `ep.record` wrote to a folder.
 
-  It needs no devices, and may be read where it was not written: by another
-  number of processes, and for another number of ranks.
+  It needs no devices, and works for any number of processes and ranks.
 
   Raises:
     ValueError: there is no record, or a file is truncated, damaged or foreign.
@@ -51,15 +50,15 @@ class Replay:
       f"{folder} holds no record; pass the folder that ep.record wrote to, once"
       " it has left its context or flushed.",
     )
-    parts = collections.defaultdict(list)
+    tables = collections.defaultdict(list)
     for number, path in enumerate(self._files):
       for layer, columns in files.read_calls(path).items():
         rows = np.arange(len(columns["rank"]))
         file = np.full_like(rows, number)
-        parts[layer].append(columns | dict(file=file, row=rows))
+        tables[layer].append(columns | dict(file=file, row=rows))
     self._calls = {
-      layer: _Calls(f"ep.replay: {folder}: layer {layer!r}", parts[layer])
-      for layer in sorted(parts)
+      layer: _Calls(f"ep.replay: {folder}: layer {layer!r}", tables[layer])
+      for layer in sorted(tables)
     }
     self.layers = tuple(self._calls)
     self._read = functools.lru_cache(_CACHED)(files.read_tokens)
@@ -69,9 +68,9 @@ class Replay:
     return f"<ep.Replay of {self._folder}, with these complete steps: {steps}>"
 
   def steps(self, layer: str | EpLayerConfig) -> tuple[int, ...]:
-    """Returns the steps of which all calls of all ranks are there.
+    """Returns the complete steps: all calls of all ranks were recorded.
 
-    The last steps of a process that was killed may not be.
+    The last steps of a killed process may be incomplete.
 
     Raises:
       ValueError: the layer was not recorded.
@@ -92,16 +91,16 @@ class Replay:
   def topk_idx(
     self, layer: str | EpLayerConfig, step: int, call: int = 0
   ) -> np.ndarray:
-    """Returns the ids of all tokens, in the order of the global view.
+    """Returns the expert ids of all tokens, in the order of the global view.
 
     Args:
-      layer: its name, or a layer of that name.
+      layer: the name of a layer, or a layer of that name.
       step: one of `steps(layer)`.
-      call: which call of the step, below `calls_per_step` of `record`.
+      call: index of the call in the step, below `calls_per_step` of `record`.
 
     Returns:
-      int32 or int64 [R * n, ..., K], of R ranks with [n, ..., K] each: what
-      `ep_prepare` got.
+      int32 or int64 [R * n, ..., K], the concatenated arguments [n, ..., K] of
+      `ep_prepare` on R ranks.
 
     Raises:
       ValueError: the call was not recorded, or not by all ranks, or a file has
@@ -115,12 +114,7 @@ class Replay:
   ) -> np.ndarray:
     """Returns the weights of the choices in `topk_idx`, as float32.
 
-    A choice that was dropped has the id and the weight that it came with.
-
-    Args:
-      layer: its name, or a layer of that name.
-      step: one of `steps(layer)`.
-      call: which call of the step.
+    The arguments are those of `topk_idx`. Dropped choices keep their weights.
 
     Raises:
       ValueError: as in `topk_idx`, or the weights were not recorded.
@@ -132,28 +126,29 @@ class Replay:
   ) -> jax.Array:
     """Returns `topk_idx` as a global array for the ranks of a layer's group.
 
-    It is what `route_topk` and `ep.MoE` take as `forced_idx`: ids come
-    from the record, and weights from the logits of now.
+    `route_topk` and `ep.MoE` take it as `forced_idx`. They then use the ids of
+    the record, and the weights of the present logits:
 
         forced_idx = ep.replay("routing").forced_idx(layer, step)
         y, metrics = layer(params, x, forced_idx=forced_idx)
 
-    The group may have another number of ranks than the one that was recorded,
-    on other processes, all of which can read the files.
+    The group may have another number of ranks and processes than the recorded
+    one. Every process must be able to read the files.
 
     Args:
       layer: a layer whose name was recorded.
       step: one of `steps(layer)`.
-      call: which call of the step.
+      call: index of the call in the step.
 
     Returns:
       int32 [R * n, ..., K], sharded along the first axis over the data axes and
       the EP axis of the group's mesh.
 
     Raises:
-      ValueError: as in `topk_idx`; another top_k was recorded, an id that the
-        group has not, or the group's ranks do not divide the first axis.
-      TypeError: `layer` is no `EpLayerConfig`.
+      ValueError: as in `topk_idx`; or the record has another top_k, an id that
+        is not valid in the group, or a first axis that the group's ranks do not
+        divide.
+      TypeError: `layer` is not an `EpLayerConfig`.
     """
     check_layer("Replay.forced_idx", layer)
     idx = self.topk_idx(layer, step, call)
@@ -186,17 +181,17 @@ class Replay:
     self, column: str, layer: str | EpLayerConfig, step: int, call: int
   ) -> np.ndarray:
     name = _name(layer)
-    parts = [
+    of_ranks = [
       self._read(self._files[file], name, column)[row]
       for file, row in self._of(name).find(step, call)
     ]
-    shapes = {part.shape for part in parts}
+    shapes = {array.shape for array in of_ranks}
     arguments.check(
       len(shapes) == 1,
       f"ep.replay: {self._folder}: {name}.{column}",
       f"ranks differ in shape in step {step}: {sorted(shapes)}; record again.",
     )
-    return np.concatenate(parts)
+    return np.concatenate(of_ranks)
 
   def _of(self, layer: str | EpLayerConfig) -> _Calls:
     name = _name(layer)
@@ -209,14 +204,14 @@ class Replay:
 
 
 class _Calls:
-  """Finds the calls of one layer, in a list by call and rank.
+  """An index of the calls of one layer, sorted by call and rank.
 
-  Its memory grows with the record, not with the numbers that the files hold.
+  Its memory grows with the number of calls, whatever numbers a file contains.
   """
 
-  def __init__(self, what: str, parts: list[dict[str, np.ndarray]]):
+  def __init__(self, what: str, tables: list[dict[str, np.ndarray]]):
     self._what = what
-    sizes = {tuple(int(part[name]) for name in files.SIZES) for part in parts}
+    sizes = {tuple(int(table[n]) for n in files.SIZES) for table in tables}
     arguments.check(
       len(sizes) == 1,
       what,
@@ -225,13 +220,13 @@ class _Calls:
     )
     ((self._num_ranks, self.per_step),) = sizes
     file, row, rank, step, call, run, site = (
-      np.concatenate([part[name] for part in parts])
+      np.concatenate([table[name] for table in tables])
       for name in ("file", "row", *files.COLUMNS, "site")
     )
-    # A call of any rank has the number that rank 0 gave to its site and run.
+    # Rank 0 numbers the pairs of site and run for all ranks.
     _, site = np.unique(site, return_inverse=True)
     _, key = np.unique([site, run], axis=1, return_inverse=True)
-    key = key.reshape(-1)  # NumPy 2.0 has another shape
+    key = key.reshape(-1)  # NumPy 2.0 returns another shape
     numbers = np.full(len(key), -1)
     first = rank == 0
     numbers[key[first]] = (step * self.per_step + call)[first]
@@ -249,12 +244,12 @@ class _Calls:
     )
 
   def steps(self) -> tuple[int, ...]:
-    """Returns the steps of which everything is there."""
+    """Returns the complete steps."""
     steps, counts = np.unique(self._number // self.per_step, return_counts=True)
     return tuple(steps[counts == self.per_step * self._num_ranks].tolist())
 
   def find(self, step: int, call: int) -> np.ndarray:
-    """Returns [R, 2], the file and row of a call, by rank."""
+    """Returns [R, 2]: the file and the row of a call, by rank."""
     step = arguments.integer(self._what, "step", step)
     call = arguments.integer(self._what, "call", call)
     arguments.check(

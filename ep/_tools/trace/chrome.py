@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace as events of chrome://tracing, which ui.perfetto.dev opens, too."""
+"""Converts a trace to events of chrome://tracing and ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 
 def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
-  """Returns the events of a trace, in the order of their times.
+  """Returns the events of a trace, sorted by time.
 
-  Slices of a track must not overlap, so a rank has more than one if it is in
-  several ops at a time. Perfetto binds an end of an arrow to the slice of the
-  track that began last before, and turns an arrow that leads to an earlier
-  slice. So the last rank begins to move when it comes, and no other rank
-  before.
+  Slices of a track must not overlap, so a rank in several ops has several
+  tracks. Perfetto attaches an end of an arrow to the latest slice that began
+  before it, and reverses an arrow to an earlier slice. So "moving" of the last
+  rank begins at its arrival, and of no other rank before.
   """
   size, exchanges = merged["ep_size"], merged["exchanges"]
   num_domains = 1 + max((e["domain"] for e in exchanges), default=0)
-  ends: dict[tuple, list[float]] = collections.defaultdict(list)  # of tracks
+  # The time at which each track of a rank becomes free.
+  ends: dict[tuple, list[float]] = collections.defaultdict(list)
   found: list[dict[str, Any]] = []
 
   def add(ph, name, domain, tid, seconds, **fields):
@@ -33,7 +33,7 @@ def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
     add("X", name, domain, tid, begin, dur=dur, args=args)
 
   def track(domain, rank, begin, end):
-    """Returns a track of the rank that is free, and names a new one."""
+    """Returns a free track of the rank, or makes a new one."""
     tracks = ends[domain, rank]
     number = next((i for i, t in enumerate(tracks) if t <= begin), len(tracks))
     tid = (number * num_domains + domain) * size + rank
@@ -79,5 +79,5 @@ def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _microseconds(seconds: float) -> float:
-  """Returns Chrome's time, of whole nanoseconds."""
+  """Converts to Chrome's unit, rounded to nanoseconds."""
   return round(seconds * 1e6, 3)

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""explain: says for whom the ranks of a trace waited, and why."""
+"""explain: says for which rank the ranks of a trace waited, and why.
+
+`python -m ep explain FOLDER` explains each trace of a folder, for instance of
+$EP_TRACE, after it has merged the files of the processes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import collections
 from collections.abc import Iterator
 import dataclasses
@@ -15,31 +20,37 @@ import numpy as np
 from ep._src.base import arguments
 from ep._tools.trace import trace
 
-# Nobody is blamed below these: the share of the steps in which a rank came late
-# to a layer's op, and by how much, as a part of a step and in seconds. A busy
-# machine may let another thread run for 3 ms and more.
-_SHARE, _PART, _LATE_S = 0.5, 0.1, 5e-3
-_OF_LAST = 0.75  # Nobody waits for a rank that is late by a smaller part of it.
-_MORE_ROWS = 1.2  # so many times the mean rows are a cause
-# A trace without a cause blames some rank at most this often, by each test.
+# A rank is late at an op if its lateness is at least _OF_STEP of the step's
+# time, _LATE_S seconds (on a busy machine another thread may run for 3 ms), and
+# _OF_LAST of the last rank's lateness. It is blamed if it is late in _SHARE of
+# the steps.
+_OF_STEP, _LATE_S, _OF_LAST, _SHARE = 0.1, 5e-3, 0.75, 0.5
+_MORE_ROWS = (
+  1.2  # a rank's rows are a cause if they are this many times the mean
+)
+# The significance level: each of the two tests blames a rank of a trace without
+# a cause with at most this chance.
 _CHANCE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Blame:
-  """A rank that others waited for, at one op of a layer.
+  """A rank that other ranks waited for, at one op of a layer.
+
+  A rank's lateness is its arrival time minus the lower median of all arrival
+  times.
 
   Attributes:
-    domain, rank, layer, op: what came late, and where.
-    share: the part of the steps in which it did.
-    late_s: by how much it came after the lower median of all ranks; a median
-      over these steps.
-    rows_ratio: its rows, in times of the mean.
-    expert: its expert with the most tokens; None if the op's layer has no
-      ep_prepare in the step, and the rows are not known.
-    expert_share: the part of its tokens that this expert has.
-    balanced_s: what `late_s` would be if its rows were the mean; None if its
-      rows are not the cause.
+    domain, rank: the rank.
+    layer, op: the op.
+    share: fraction of the steps in which the rank was late.
+    late_s: its lateness in seconds, a median over these steps.
+    rows_ratio: its rows over the mean rows.
+    expert: its expert with the most tokens; None if the rows are not known,
+      because the step has no ep_prepare of the layer.
+    expert_share: fraction of the rank's tokens that this expert has.
+    balanced_s: the lateness that remains with the mean rows; None if the rows
+      are not the cause.
   """
 
   domain: int
@@ -75,14 +86,15 @@ class Blame:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-  """Whom an op failed for, on all ranks.
+  """The ranks because of which an op failed.
 
   Attributes:
-    domain, ranks, layer, op: who did not do as most ranks did, and where. No
-      rank if all ran the op.
+    domain: the EP domain.
+    ranks: the ranks that did not run the op; empty if all ranks ran it.
+    layer, op: the op.
     step: the launch of the program.
-    are_absent: whether `ranks` did not come, or else came with something else.
-    error: what the op raised.
+    are_absent: True if `ranks` did not arrive; False if they ran another op.
+    error: the error of the op.
   """
 
   domain: int
@@ -108,18 +120,18 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """Where the time of a step goes. Times are medians over steps, in seconds.
+  """The time of a step, and its causes. Times are medians over steps.
 
   Attributes:
-    num_steps: the steps that count: all but the first one of each program. If
-      there are fewer than two, after a failure, the times are NaN.
-    step_s: the time from the end of a step's ops to the next one's.
-    moved_s: the part in which rows moved.
-    waited_s: the part in which a rank waited, a mean over ranks.
+    num_steps: number of steps, without the first step of each program. With
+      fewer than two steps, after a failure, the times are NaN.
+    step_s: seconds from the end of a step's ops to the end of the next step's.
+    moved_s: seconds of `step_s` in which rows were copied.
+    waited_s: seconds of `step_s` in which a rank waited, a mean over ranks.
     punctual_s: `step_s` if no rank were late.
     balanced_s: `step_s` if the experts of all ranks had the same rows.
-    blames: whom the ranks waited for, the worst first; often nobody.
-    failure: the first error of an op; None if none failed.
+    blames: the ranks that others waited for, the worst first; often empty.
+    failure: the first error of an op; None if no op failed.
   """
 
   num_steps: int
@@ -150,22 +162,23 @@ class Explanation:
 def explain(path: str | os.PathLike[str]) -> Explanation:
   """Explains a file that `ep.trace` wrote, or a folder that EP_TRACE named.
 
-  A rank is late at an op of a layer if it comes at least a tenth of a step, and
-  5 ms, after the lower median of all ranks, and at least 0.75 times as late as
-  the last one. It is blamed if it is so in at least half of the steps. If all
-  ranks were as often late, or last, some rank would be it so often in fewer
-  than 10 % of such traces. Its rows are the cause if the op follows its experts
-  and they had at least 1.2 times the mean rows.
+  A rank's lateness at an op is its arrival time minus the lower median of all
+  arrival times. The rank is late if its lateness is at least a tenth of the
+  step, 5 ms, and 0.75 times the last rank's lateness. A rank is blamed if it is
+  late in at least half of the steps, and if chance alone (all ranks equally
+  often late, and equally often last) would blame a rank in fewer than 10 % of
+  such traces. Its rows are the cause if the op follows the experts and the rank
+  had at least 1.2 times the mean rows.
 
-  If an op has failed, the ranks are named that had not come to it, or had come
-  with something else than most ranks; if processes were killed, theirs alone.
-  Of several ops that failed, the one counts that lacked a killed process, or
-  else the fewest ranks, or failed first.
+  After a failed op, the explanation names the ranks that did not run the op, or
+  only the ranks of killed processes, if there are any. Of several failed ops,
+  it takes the one that lacked a killed process, then the one that lacked the
+  fewest ranks, then the earliest.
 
   Raises:
     OSError: the file cannot be read.
-    ValueError: the file is another one, or has fewer than three steps and no
-      failure; or the folder has no trace, several, or a part of one.
+    ValueError: the file is not a trace, or has fewer than three steps and no
+      failure; or the folder has no trace, several, or an incomplete one.
   """
   merged = trace.load(path)
   try:
@@ -193,7 +206,7 @@ def explain_exchanges(
   places = collections.defaultdict(list)
   for start, step in steps:
     runs: collections.Counter = collections.Counter()
-    ops = list(_look_at(start, step))
+    ops = list(_ops(start, step))
     for e, op in zip(step, ops, strict=True):
       place = e["domain"], e["layer"], e["op"]
       places[*place, runs[place]].append(op)
@@ -213,7 +226,7 @@ def explain_exchanges(
 
 
 def _first_failure(merged: dict[str, Any]) -> Failure:
-  """Returns the failure that the others follow from; see `explain`."""
+  """Returns the failure that caused the others; see `explain`."""
 
   def killed(failure) -> list[int]:
     first = failure["domain"] * merged["ep_size"]
@@ -237,15 +250,15 @@ def _first_failure(merged: dict[str, Any]) -> Failure:
 class _Op(NamedTuple):
   """The times and loads of all ranks at an op of a step, [P] each."""
 
-  late_s: np.ndarray
-  balanced_s: np.ndarray  # the same, if all had the mean rows
+  late_s: np.ndarray  # lateness
+  balanced_s: np.ndarray  # lateness if all ranks had the mean rows
   rows_ratio: np.ndarray
   tokens: list[list[int]]  # of each rank's experts; empty if not known
   times: tuple[float, ...]  # moved, waited, late, and late because of rows
 
 
-def _look_at(start, step) -> Iterator[_Op]:
-  """Yields what each op of a step says; the ranks began it at `start`."""
+def _ops(start, step) -> Iterator[_Op]:
+  """Yields the ops of a step, which the ranks began at the times `start`."""
   ends, prepared = start, {}
   for e in step:
     if e["op"] == "ep_prepare":
@@ -254,7 +267,7 @@ def _look_at(start, step) -> Iterator[_Op]:
     last = came.max()
     rows, tokens = prepared.get(e["layer"], (np.ones(len(came)), []))
     late = balanced = _lateness(came)
-    if e["op"] in ("ep_combine", "ep_dispatch_bwd"):  # experts came before
+    if e["op"] in ("ep_combine", "ep_dispatch_bwd"):  # these follow experts
       balanced = _lateness(_with_equal_rows(came - ends, rows))
     because_of_rows = max(0.0, late.max() - balanced.max())
     yield _Op(
@@ -270,9 +283,9 @@ def _look_at(start, step) -> Iterator[_Op]:
 def _blames(
   domain, layer, op, seen: list[_Op], step_s: float, num_places: int
 ) -> Iterator[Blame]:
-  """Yields whom the ranks waited for at an op, in all steps; often nobody."""
+  """Yields the ranks to blame at one op, which `seen` has for each step."""
   late = np.array([o.late_s for o in seen])  # [step, rank]
-  least = np.maximum(_OF_LAST * late.max(axis=1), max(_PART * step_s, _LATE_S))
+  least = np.maximum(_OF_LAST * late.max(1), max(_OF_STEP * step_s, _LATE_S))
   is_late = late >= least[:, np.newaxis]
   num_steps, num_ranks = late.shape
   for rank, count in enumerate(is_late.sum(axis=0).tolist()):
@@ -313,17 +326,14 @@ def _blames(
 
 
 def _lateness(came: np.ndarray) -> np.ndarray:
-  """Returns by how much each rank came after the lower median of all."""
+  """Returns arrival times minus their lower median."""
   return came - np.sort(came)[(len(came) - 1) // 2]
 
 
 def _at_least(count: int, trials: int, p: float) -> float:
-  """Returns the chance of `count` or more of `trials`, each of chance `p`.
+  """Returns the chance of at least `count` successes, each with 0 < p < 1."""
 
-  `p` is neither 0 nor 1.
-  """
-
-  def log_chance(n):  # the number of ways is no float if trials are many
+  def log_chance(n):  # the binomial coefficient could overflow a float
     ways = math.lgamma(trials + 1) - math.lgamma(n + 1)
     ways -= math.lgamma(trials - n + 1)
     return ways + n * math.log(p) + (trials - n) * math.log(1 - p)
@@ -332,10 +342,10 @@ def _at_least(count: int, trials: int, p: float) -> float:
 
 
 def _with_equal_rows(took, rows):
-  """Returns the times of ranks as if each had the mean of the rows.
+  """Estimates the times of the ranks if each had the mean rows.
 
-  A row costs what a line through the ranks says. A rank of more rows than the
-  mean keeps at least the time that it would have if it did nothing else.
+  A linear fit over the ranks gives the time of a row. The time of a rank with
+  more rows than the mean falls at most in proportion to its rows.
   """
   more = rows - rows.mean()
   cost = max(0.0, more @ took / max(more @ more, 1.0))
@@ -345,9 +355,9 @@ def _with_equal_rows(took, rows):
 
 
 def _steps(exchanges):
-  """Returns, for each step but a program's first, its start and exchanges.
+  """Returns the start and the exchanges of each step but a program's first.
 
-  It starts where each rank ended the step before, of the same domain.
+  The start of a step is the end of its domain's previous step, on each rank.
   """
   found: dict[Any, list] = collections.defaultdict(list)
   for e in exchanges:
@@ -360,3 +370,27 @@ def _steps(exchanges):
     known.add((domain, program))
     ends[domain] = np.array(step[-1]["ended"])
   return steps
+
+
+def main(args: list[str]) -> int | str:
+  """Prints explanations; returns the exit code, or an error text."""
+  parser = argparse.ArgumentParser(
+    prog="python -m ep explain",
+    description="Says why the steps of a trace are slow.",
+  )
+  parser.add_argument(
+    "path", help="a file of ep.trace, or a folder, such as $EP_TRACE"
+  )
+  try:
+    paths = trace.files(parser.parse_args(args).path)
+  except ValueError as e:
+    return str(e)
+  code = 0
+  for path in paths:
+    try:
+      trace.merge_files(path)
+      found = str(explain(path))
+    except (OSError, ValueError) as e:
+      found, code = str(e), 1
+    print(f"{path}:\n{found}")
+  return code

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""trace: writes when each rank came to each exchange, and what it moved."""
+"""trace: writes the arrival times, row counts and bytes of each exchange."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ep._src.group.group import EpGroup
 from ep._tools.trace import chrome
 
 _COUNTS = "rows", "dropped", "bytes", "tokens"
-# A use of a damaged file raises one of these, or `ValueError`.
+# The errors, besides `ValueError`, that a damaged file can cause.
 DAMAGES = (
   ArithmeticError,
   AttributeError,
@@ -38,7 +38,7 @@ DAMAGES = (
 
 @contextlib.contextmanager
 def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
-  """Writes one file for all ranks, which ui.perfetto.dev opens.
+  """Writes a trace of all exchanges and all ranks, for ui.perfetto.dev.
 
       with ep.trace(group, "steps.json.gz"):
         for batch in data:
@@ -46,38 +46,37 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
         jax.block_until_ready(state)
       print(ep.explain("steps.json.gz"))
 
-  Each rank has a track with slices "waiting" and "moving"; an arrow runs from
-  the rank that came last to those that waited. Wait for the results of the last
-  step, as above: what has not ended when the context is left is not in the
-  file.
+  Each rank has a track with slices "waiting" and "moving". Arrows lead from the
+  last rank to the ranks that waited for it. Wait for the results of the last
+  step, as above: the file has only exchanges that end inside the context.
 
-  Collective over the processes of the group. Each writes a part beside the
-  path, and the first one merges them. After an error in the context the parts
-  stay as they are; `ep.explain` of their folder merges them, and says which
-  rank the error began with. A process keeps 262144 exchanges; the file says how
-  many came after that.
+  Collective over the processes of the group. Each process writes a file beside
+  the path, and the first process merges these files. After an error in the
+  context, the files of the processes remain; `ep.explain` of their folder
+  merges them, and names the rank that caused the error. A process keeps 262144
+  exchanges, and counts later ones.
 
-  To trace a program without editing it, set EP_TRACE to a folder: every group
-  is traced from its begin to its end, and ep.explain merges the parts there.
-  Each group has its own file, "NAME.json.gz". The second group with a name, as
-  `ep_resize` makes it, has "NAME@2.json.gz". Another run in the folder
-  overwrites the files.
+  To trace a program without editing it, set EP_TRACE to a folder. Every group
+  is then traced for its whole life, and ep.explain merges the files. Each group
+  has its own trace, "NAME.json.gz"; the second group with a name, for instance
+  after `ep_resize`, has "NAME@2.json.gz". Another run in the folder overwrites
+  the files.
 
   Args:
-    group: a group with devices; the group that replaces it in an `ep_resize` is
-      not traced. With "host" and "nccl" programs do not change;
-      with "nccl" times are of the GPUs' clocks, and `group.check()`, or the end
-      of the context, waits for the device. With "xla" programs that run in the
-      context are traced anew: they call Python before and after each op, which
-      takes time, and XLA may fuse what is around an op otherwise. There an
-      iteration of a loop counts as a step.
-    path: the file; it is compressed if its name ends with ".gz".
+    group: a group with devices. A group that replaces it by `ep_resize` is not
+      traced. With "host" and "nccl", programs do not change. With "nccl", times
+      are of the GPUs' clocks, and `group.check()` and the end of the context
+      wait for the device. With "xla", JAX traces programs again inside the
+      context: they call Python before and after each op, which takes time, and
+      XLA may fuse the ops around it differently. An iteration of a loop then
+      counts as a step.
+    path: the file to write; compressed if its name ends with ".gz".
 
   Raises:
-    ValueError, OSError: the group has no trace, or the file cannot be written;
-      on other processes a RuntimeError.
+    ValueError, OSError: the group has no trace, or the file cannot be written.
+      Other processes raise a RuntimeError.
     RuntimeError: the group was finalized or is traced already, or a process did
-      not come.
+      not enter the context.
   """
   group.connection.check_open("ep.trace")
   arguments.check(
@@ -96,7 +95,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 
   def merge_on_first():
     if jax.process_index() == processes[0]:
-      merge_parts(path)
+      merge_files(path)
 
   with stack, contexts.in_trace(True):
     _do_on_all(group, start)
@@ -106,7 +105,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _do_on_all(group: EpGroup, what: Callable[[], None]) -> None:
-  """Does something on each process; raises on all what it raises on one."""
+  """Calls a function on each process; if one fails, all raise."""
 
   def propose():
     what()
@@ -116,16 +115,18 @@ def _do_on_all(group: EpGroup, what: Callable[[], None]) -> None:
 
 
 def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
-  """Returns the traces at `path`: a file, or those in a folder.
+  """Returns the paths of the traces at `path`, a file or a folder.
 
   Raises:
-    ValueError: there is no trace.
+    ValueError: a folder has no trace.
   """
   path = pathlib.Path(path)
   if not path.is_dir():
     return [path]
-  parts = {p.with_name(p.name.rpartition(".")[0]) for p in _parts(path, "*")}
-  found = sorted(parts.union(path.glob("*.json.gz")))
+  unmerged = {
+    p.with_name(p.name.rpartition(".")[0]) for p in _process_files(path, "*")
+  }
+  found = sorted(unmerged.union(path.glob("*.json.gz")))
   arguments.check(
     found != [],
     "ep.explain",
@@ -136,14 +137,15 @@ def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns what `merge` returned, from a file that `trace` wrote.
+  """Reads a trace; returns the result of `merge`.
 
-  It merges the parts that the processes of an ended group have left in a
-  folder, or without a file. A folder must have the trace of one group.
+  First merges the files of the processes, in a folder or if `path` is missing.
+  A folder must have the trace of one group.
 
   Raises:
     OSError: the file cannot be read.
-    ValueError: it is no trace, there are several, or a part is missing.
+    ValueError: it is not a trace, the folder has several, or the file of a
+      process is missing.
   """
   (*others, file) = files(path)
   arguments.check(
@@ -151,9 +153,10 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     "ep.explain",
     f"{path} has {1 + len(others)} traces; name one of them, as {file}.",
   )
-  # A process may begin the next trace of a file while another one reads it.
+  # Do not merge if the file exists: another process may have begun to write
+  # the next trace to the same path.
   if file != pathlib.Path(path) or not file.exists():
-    merge_parts(file)
+    merge_files(file)
   data = file.read_bytes()
   try:
     if data.startswith(b"\x1f\x8b"):
@@ -165,26 +168,26 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def damaged(path: str | os.PathLike[str], error: Exception) -> ValueError:
-  """Returns the error for a file whose use has raised another one."""
+  """Returns the `ValueError` for a damaged file, from the error it caused."""
   return ValueError(
     f"ep.explain: {path} is not a file of ep.trace, or is damaged: {error!r}"
   )
 
 
-def _parts(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
-  """Returns the parts of traces, whose names match a pattern, in a folder."""
+def _process_files(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
+  """Returns the files of processes for the traces that match a pattern."""
   return sorted(folder.glob(f"{name}.part[0-9]*"))
 
 
-def merge_parts(path: pathlib.Path) -> None:
-  """Writes the file of a trace from the parts of all processes, if any.
+def merge_files(path: pathlib.Path) -> None:
+  """Writes a trace from the files of all processes, if there are any.
 
-  A part that has no end is merged only if another one tells of a failure.
+  An incomplete file is merged only if another file has a failure.
 
   Raises:
-    ValueError: a part is missing, or is none.
+    ValueError: the file of a process is missing, incomplete or damaged.
   """
-  found = _parts(path.parent, glob.escape(path.name))
+  found = _process_files(path.parent, glob.escape(path.name))
   if not found:
     return
   texts = {p.name.rpartition(".part")[2]: p.read_text() for p in found}
@@ -192,7 +195,7 @@ def merge_parts(path: pathlib.Path) -> None:
     heads = [json.loads(t.partition("\n")[0]) for t in texts.values() if t]
     processes = [*map(str, sorted({*heads[0]["processes"]}))]
   except (*DAMAGES, ValueError):
-    processes = [*texts]  # which have no begin
+    processes = [*texts]  # the head of the first file is missing
   is_failure = any('"failed":' in text for text in texts.values())
   for process in processes:
     text = texts.get(process, "")
@@ -209,21 +212,21 @@ def merge_parts(path: pathlib.Path) -> None:
     raise damaged(found[0], e) from e
   data = json.dumps(content).encode()
   path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-  for part in found:
-    part.unlink()
+  for file in found:
+    file.unlink()
 
 
 def merge(texts: list[str]) -> dict[str, Any]:
-  """Merges the parts of all processes; ep_ffi's trace.h has their form.
+  """Merges the texts of all processes; ep_ffi's trace.h describes their format.
 
-  An exchange gets for each rank what its own process has measured, in the time
-  of the first process. An op of a launch is left out if parts do not have it
-  equally often: the trace began or ended within the launch. The clock of a
-  process is moved as little as its exchanges allow, and not at all where it may
-  be the first one's: a post is seen after it was sent, both ways.
+  For each rank, an exchange has the measurements of the rank's own process, in
+  the time of the first process. An op of a launch is left out if the processes
+  have recorded it unequally often, because the trace began or ended during the
+  launch. Each process sees a post after it was sent, which bounds the offset of
+  its clock. The offset is the smallest one within the bounds, often 0.
 
-  "failures" are those of all parts, and "killed" has the ranks, of all domains,
-  whose processes ended before their parts did.
+  "failures" has the failures of all processes. "killed" has the ranks, over all
+  domains, whose processes wrote no end.
   """
   heads: dict[int, dict[str, Any]] = {}
   seen: dict[int, dict[tuple, list[dict[str, Any]]]] = {}
@@ -279,9 +282,9 @@ def merge(texts: list[str]) -> dict[str, Any]:
 
 
 def _clock(a, b, first, process, domains) -> dict[str, Any]:
-  """Returns by how much the clock of `b` is ahead of the clock of `a`.
+  """Returns the offset of the clock of `b` to the clock of `a`.
 
-  `bound_s` is the width of what the exchanges allow; None if they tell nothing.
+  `bound_s` is the width of the bounds; None if there are none.
   """
   if process == first:
     return dict(offset_s=0.0, bound_s=0.0)
@@ -296,7 +299,7 @@ def _clock(a, b, first, process, domains) -> dict[str, Any]:
         high.extend(ahead[owners == first])
   if not low or not high:
     return dict(offset_s=0.0, bound_s=None)
-  # They cross if the clocks do not run equally fast.
+  # The bounds cross if the clocks do not run equally fast.
   begin, end = sorted((max(low), min(high)))
   offset = float(np.clip(0, begin, end))
   return dict(offset_s=offset, bound_s=float(end - begin))

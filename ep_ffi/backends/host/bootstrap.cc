@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C function that creates a host group, called from ep/_src/native/ffi.py.
+// The C function that creates a host group, for ep/_src/native/ffi.py.
 
 #include <cstdint>
 #include <memory>
@@ -11,8 +11,8 @@
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/core/status.h"
 
-// These structs are declared once more in ep/_src/native/ffi.py. For what the
-// fields mean, see `Topology` and `HostGroup::Options`.
+// ep/_src/native/ffi.py declares the same structs. `Topology` and
+// `HostGroup::Options` document the fields.
 extern "C" {
 
 struct EpHostProcess {
@@ -38,7 +38,7 @@ struct EpHostGroup {
   int32_t num_ranks;
   int32_t ep_size;
   int32_t process;
-  int32_t listener;  // stays the caller's
+  int32_t listener;  // the caller closes it
 };
 
 }  // extern "C"

@@ -30,7 +30,7 @@ Signature SignatureOf(const Call& call, const PlanDims& dims) {
   return s;
 }
 
-// Returns a mover's signature and arrays: its rows, and their weights if any.
+// Returns a mover's signature and arrays: its rows, and their weights, if any.
 Contribution RowsContribution(const Call& call, const PlanDims& dims,
                               const Plan& plan, const ConstRows& rows,
                               const float* weights, int64_t num_weights) {
@@ -43,20 +43,25 @@ Contribution RowsContribution(const Call& call, const PlanDims& dims,
   c.signature[Signature::kFirstBytes] = rows.count * rows.row_bytes();
   c.signature[Signature::kSecondBytes] =
       weights ? num_weights * int64_t{sizeof(float)} : 0;
-  c.arrays.rows = {rows.data, weights};
+  c.arrays = {rows.data, weights};
   c.moved = [num_slots = plan.num_slots(), row_bytes = rows.row_bytes()] {
     return TracedRows{num_slots, 0, num_slots * row_bytes, {}};
   };
   return c;
 }
 
-// Posts a mover for the rank in `place`.
+// Posts a mover for a rank.
 template <typename Place, typename Mover>
 void Post(const Call& call, const Place& place, Mover mover, Contribution c) {
   const auto shared = std::make_shared<const Mover>(std::move(mover));
   c.num_chunks = shared->num_chunks();
-  c.run = [shared](const AllArrays& ranks, int64_t chunk) {
-    return shared->RunChunk(ranks.rows, chunk);
+  c.run = [shared](const std::vector<Arrays>& ranks, int64_t chunk) {
+    std::vector<RankRows> rows;
+    for (const Arrays& rank : ranks) {
+      rows.push_back({static_cast<const std::byte*>(rank.first),
+                      static_cast<const float*>(rank.second)});
+    }
+    return shared->RunChunk(rows, chunk);
   };
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
@@ -72,7 +77,7 @@ ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
 }  // namespace
 
 Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
-  // The tick checks timeouts, so a report may be up to `tick_s` late.
+  // The tick checks timeouts, so an error may be `tick_s` late.
   const double tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;
   EP_RETURN_IF_ERROR(Peers::Connect(options.topology, options.listener,
@@ -101,21 +106,21 @@ HostGroup::~HostGroup() {
     (void)Close();
     return;
   }
-  // Leaks the exchanges: their end would wait for threads that a forked child
-  // does not have. Its lock may be held for ever.
+  // Leaks the exchanges: their destructor would wait for threads that a forked
+  // child does not have. A lost thread may hold the lock.
   new std::shared_ptr<Exchanges>(std::move(exchanges_));
 }
 
 bool HostGroup::IsForked() const { return getpid() != process_; }
 
 std::shared_ptr<Exchanges> HostGroup::exchanges() const {
-  if (IsForked()) return nullptr;  // its lock may be held for ever
+  if (IsForked()) return nullptr;  // a lost thread may hold the lock
   MutexLock lock(mutex_);
   return exchanges_;
 }
 
 HostMemory HostGroup::Memory() {
-  if (IsForked()) return {};  // the lock of the segments may be held for ever
+  if (IsForked()) return {};  // a lost thread may hold the lock of the segments
   const std::shared_ptr<SegmentPool> segments = segments_.lock();
   return segments ? segments->Memory() : HostMemory();
 }
@@ -219,7 +224,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   c.signature[Signature::kFingerprint] = call.site->layer.fingerprint;
   c.signature[Signature::kFirstBytes] = mine->starts.size() * sizeof(int32_t);
   c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
-  c.arrays.choices = {mine->starts.data(), mine->order.data()};
+  c.arrays = {mine->starts.data(), mine->order.data()};
   c.num_chunks = 1;
   c.moved = [args, experts = num_experts_ / ep_size()] {
     const int32_t* dropped = args.dropped_counts;
@@ -234,12 +239,14 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
     is_local.push_back(topology_.is_local(place.domain, r));
   }
   c.run = [dims, domain = args.place ? args.place[1] : 0, rank = place.rank,
-           args, mine, is_local](const AllArrays& ranks, int64_t) {
-    std::vector<ChoicesView> choices = ranks.choices;
+           args, mine, is_local](const std::vector<Arrays>& ranks, int64_t) {
+    std::vector<ChoicesView> choices;
     std::deque<SortedChoices> copies;
-    for (size_t r = 0; r < choices.size(); ++r) {
-      // Another process can write to its segment at any time, so that what is
-      // found valid there need not be what is used.
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      choices.push_back({static_cast<const int32_t*>(ranks[r].first),
+                         static_cast<const int32_t*>(ranks[r].second)});
+      // Another process can write to its segment at any time. The copy keeps
+      // the values that BuildPlan has checked.
       if (is_local[r]) continue;
       choices[r] = Copy(dims, choices[r], &copies.emplace_back());
     }
@@ -272,8 +279,8 @@ void HostGroup::Gather(Call call, const GatherArgs& args) {
 
   Contribution c = RowsContribution(call, dims, plan, args.slots,
                                     args.slot_weights, dims.capacity);
-  // Copies only the slots that another process will read. The pages of the
-  // others are never touched.
+  // Copies only the slots that another process reads. The pages of the other
+  // slots stay untouched.
   c.stage = [this, domain = place.domain, plan, args](std::byte* rows,
                                                       std::byte* weights) {
     const int64_t row_bytes = args.slots.row_bytes();

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The host backend: the five ops as exchanges (exchange.h).
+// The host backend: runs the five ops as exchanges (exchange.h).
 //
-// The executables of programs hold the group, and may live on when it is
-// closed. So the group drops its exchanges then, and the sockets, threads and
-// shared memory that they hold are freed as soon as the ops that are under way
-// have ended. A group does nothing in a forked child of its process, which has
-// none of its threads but shares its sockets.
+// Executables hold the group and may outlive its closing. A closed group drops
+// its exchanges, which free their sockets, threads and shared memory after the
+// last op in flight. A group does nothing in a forked child of its process: the
+// child has none of the threads but shares the sockets.
 
 #ifndef EP_FFI_BACKENDS_HOST_GROUP_H_
 #define EP_FFI_BACKENDS_HOST_GROUP_H_
@@ -30,19 +29,19 @@
 
 namespace ep::host {
 
-// Thread-safe. The lock guards the pointer to the exchanges alone; a method
-// that got a copy of the pointer may still use them while the group closes.
+// Thread-safe. The lock guards only the pointer to the exchanges. A method that
+// has copied the pointer may use the exchanges while the group closes.
 class HostGroup : public Group {
  public:
   struct Options {
     std::string name;
     int64_t num_experts;
     Topology topology;
-    double timeout_s;  // to connect, and for a rank to wait for its peers
-    int listener;      // as for Handshake
-    // Called once for each run that fails in this group.
+    double timeout_s;  // for connecting, and for ranks that wait for peers
+    int listener;      // see Handshake
+    // Is called once for each run that fails in this group.
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
-    // As for `Exchanges`.
+    // See Exchanges::Options.
     double exit_after_s = std::numeric_limits<double>::infinity();
   };
 
@@ -70,9 +69,9 @@ class HostGroup : public Group {
   Status Close() override;
 
  private:
-  // A call's rank, and what serves it.
+  // The rank of a call, and the exchanges that serve it.
   struct Place {
-    std::shared_ptr<Exchanges> exchanges;  // null: the group is closed
+    std::shared_ptr<Exchanges> exchanges;  // null if the group is closed
     int32_t domain = 0;
     int32_t rank = 0;
   };
@@ -81,13 +80,13 @@ class HostGroup : public Group {
             std::shared_ptr<Exchanges> exchanges);
 
   PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
-  // Returns whether this process is a forked child of the group's.
+  // Returns whether this process is a forked child of the group's process.
   bool IsForked() const;
-  // Returns null once the group is closed, and in a forked child.
+  // Returns null if the group is closed, and in a forked child.
   std::shared_ptr<Exchanges> exchanges() const;
   Status Locate(const Call& call, Place* place) const;
-  // Finds the rank of a mover's call, and opens its plan. Fails the call and
-  // returns false if it cannot.
+  // Finds the rank of a mover's call, and opens its plan. Otherwise fails the
+  // call and returns false.
   bool Open(const Call& call, const PlanDims& dims, const Mem& mem,
             Place* place, Plan* plan) const;
   // Fails an op, and its run on all ranks.

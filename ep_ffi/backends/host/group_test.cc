@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The host backend in groups with threads in place of processes.
-// process_test.cc has real processes.
+// Tests the host backend in groups whose processes are threads. process_test.cc
+// tests real processes.
 
 #include "ep_ffi/backends/host/group.h"
 
@@ -28,7 +28,7 @@ using testing::WorldOptions;
 
 Backend HostBackend(const std::string& name, int32_t max_processes) {
   return {name, [max_processes](const WorldOptions& options) {
-            return MakeHostWorld(options, max_processes);
+            return MakeHostGroup(options, max_processes);
           }};
 }
 
@@ -53,7 +53,7 @@ testing::StepPtr PrepareStep(const Domain& domain, const PlanDims& dims) {
   return testing::Step::Make(domain, Op::kPrepare, {/*run_id=*/1}, inputs);
 }
 
-// Routes, and makes a combine of rows in which each word is `word`.
+// Prepares, and makes a combine of rows whose words are all `word`.
 testing::StepPtr CombineStep(const Domain& domain, uint32_t word) {
   const testing::StepPtr prepare = PrepareStep(domain, kTwoRanks);
   prepare->Run();
@@ -72,18 +72,18 @@ testing::StepPtr CombineStep(const Domain& domain, uint32_t word) {
 }
 
 TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
-  Domain domain = MakeHostWorld({kTwoRanks}, 1)[0];
+  Domain domain = MakeHostGroup({kTwoRanks}, 1)[0];
   domain.devices[1] = 7;
   for (const Status& status : PrepareStep(domain, kTwoRanks)->Run()) {
     ExpectFailure({Code::kFailedPrecondition, {"device 7 is not in"}}, status);
   }
 }
 
-// An op may run on threads of XLA, which flush denormals, and on our own.
+// XLA's threads flush denormals. Our threads may run the op instead.
 TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
   constexpr uint32_t kDenormal = 1;
   for (int32_t num_processes : {1, 2}) {
-    const Domain domain = MakeHostWorld({kTwoRanks}, num_processes)[0];
+    const Domain domain = MakeHostGroup({kTwoRanks}, num_processes)[0];
     const testing::StepPtr combine = CombineStep(domain, kDenormal);
     for (const Status& status : combine->Run()) ExpectOk(status);
     for (int64_t rank = 0; rank < kTwoRanks.ep_size; ++rank) {
@@ -93,12 +93,11 @@ TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
   }
 }
 
-// Each op in flight completes or fails, once, and nothing is used after it was
-// freed.
+// Each op in flight completes or fails exactly once, and uses no freed memory.
 TEST(HostGroupTest, AGroupMayCloseAtAnyMomentOfItsOps) {
   testing::Random random(1);
   for (int i = 0; i < 400; ++i) {
-    Domain domain = MakeHostWorld({kTwoRanks}, 1 + i % 2)[0];
+    Domain domain = MakeHostGroup({kTwoRanks}, 1 + i % 2)[0];
     const testing::StepPtr step = i / 4 % 2 == 0
                                       ? PrepareStep(domain, kTwoRanks)
                                       : CombineStep(domain, /*word=*/0);
@@ -121,7 +120,7 @@ TEST(HostGroupTest, AGroupMayCloseAtAnyMomentOfItsOps) {
   }
 }
 
-// Returns the descriptors, segments and threads of the process.
+// Returns the numbers of descriptors, segments and threads of the process.
 std::array<size_t, 3> CountHoldings() {
   const std::string segments = Lines("/proc/self/maps", "memfd:ep_");
   return {
@@ -130,22 +129,21 @@ std::array<size_t, 3> CountHoldings() {
       CountEntries("/proc/self/task")};
 }
 
-// The groups are not destroyed, since a program that was compiled with one
-// keeps it alive.
+// Does not destroy the groups, since a compiled program would keep them alive.
 TEST(HostGroupTest, ClosedGroupsHoldNothing) {
   std::vector<Domain> closed;
   const auto cycle = [&] {
     const Domain& domain =
-        closed.emplace_back(MakeHostWorld({kTwoRanks}, 2)[0]);
+        closed.emplace_back(MakeHostGroup({kTwoRanks}, 2)[0]);
     for (const Status& status : PrepareStep(domain, kTwoRanks)->Run()) {
       ExpectOk(status);
     }
     for (const auto& group : domain.groups) (void)group->Close();
   };
-  cycle();  // some things are made once and kept
+  cycle();  // makes objects that stay
   const auto before = CountHoldings();
   for (int i = 0; i < 200; ++i) cycle();
-  // The last threads end, and free what they hold, a moment later.
+  // The last threads end a moment later.
   const auto has_no_more = [&] {
     const auto after = CountHoldings();
     return after[0] <= before[0] && after[1] <= before[1] &&

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A peer that does not keep to the protocol, and a system that refuses a call:
-// the group fails with an error that says why, and nothing worse happens. The
-// fuzz targets look for cases that are not here.
+// Tests a peer that violates the protocol, and failing system calls: the group
+// fails with an error that explains the reason, and does no other harm. The
+// fuzz targets search for more cases.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -15,8 +15,8 @@
 
 #include "ep_ffi/backends/host/testing/groups.h"
 #include "ep_ffi/backends/host/testing/processes.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/backends/host/transport/segment.h"
-#include "ep_ffi/backends/host/transport/wire.h"
 #include "ep_ffi/testing/expect.h"
 
 namespace ep::host {
@@ -27,14 +27,14 @@ using testing::RankInput;
 using testing::Step;
 using testing::StepPtr;
 
-// It takes a while to read this number of choices.
+// Reading this number of choices takes a while.
 constexpr PlanDims kDims = {
     /*num_experts=*/2,    /*ep_size=*/2,
     /*num_tokens=*/10000, /*top_k=*/1,
     /*capacity=*/20000,   /*alignment=*/1,
     /*drop=*/true};
 
-// Rank 0 posts ep_prepare.
+// Posts ep_prepare on rank 0.
 StepPtr Prepare(const GroupWithImpostor& group, int64_t run_id) {
   std::vector<RankInput> inputs(kDims.ep_size);
   for (RankInput& input : inputs) {
@@ -47,7 +47,7 @@ StepPtr Prepare(const GroupWithImpostor& group, int64_t run_id) {
   return step;
 }
 
-// Returns the next post of the real process, changed to one of the impostor's.
+// Returns the next post of the real process, changed to a post of the impostor.
 Message NextPost(Impostor& impostor) {
   Message message = {};
   std::string text;
@@ -62,12 +62,12 @@ Message NextPost(Impostor& impostor) {
   return message;
 }
 
-// A segment that the impostor shares.
+// A segment of the impostor.
 struct Shared {
   explicit Shared(const GroupWithImpostor& group) : impostor(*group.impostor) {
     testing::ExpectOk(pool.Acquire(1, /*readers=*/{0}, &segment, &fd));
   }
-  // Announces a segment, with these descriptors.
+  // Announces a segment with these descriptors.
   static void Announce(Impostor& impostor, const std::vector<int>& fds) {
     Message message = {};
     message.type = Message::kSegment;
@@ -91,7 +91,7 @@ TEST(ImpostorTest, GarbageEndsTheConnection) {
       << "nothing ended the connection";
 }
 
-TEST(ImpostorTest, NoDescriptorIsKept) {
+TEST(ImpostorTest, KeepsNoDescriptor) {
   const GroupWithImpostor group({kDims});
   const size_t before = CountEntries("/proc/self/fd");
   for (int i = 0; i < 10; ++i) Shared::Announce(*group.impostor, {0, 0, 0});
@@ -99,11 +99,11 @@ TEST(ImpostorTest, NoDescriptorIsKept) {
   group.impostor->Leave();
   EXPECT_EQ(Code::kUnavailable, Prepare(group, 1)->Wait(0).code());
   EXPECT_LT(CountEntries("/proc/self/fd"),
-            before);  // the impostor has closed its own
+            before);  // the impostor has closed its descriptor
 }
 
-// A peer may write to its segment while it is read here.
-TEST(ImpostorTest, ChoicesThatChangeGiveAValidPlanOrAnError) {
+// A peer may write to its segment while this process reads it.
+TEST(ImpostorTest, ChangingChoicesGiveAValidPlanOrAnError) {
   const GroupWithImpostor group({kDims});
   const Shared shared(group);
   std::byte* bytes = shared.segment->memory.data();
@@ -145,7 +145,7 @@ TEST(ImpostorTest, ChoicesThatChangeGiveAValidPlanOrAnError) {
   EXPECT_GT(accepted, 0);
 }
 
-// A limit of this process, which the test lowers for a while.
+// Lowers a limit of this process temporarily.
 class Limit {
  public:
   Limit(decltype(RLIMIT_NOFILE) resource, rlim_t most) : resource_(resource) {
@@ -160,7 +160,7 @@ class Limit {
   rlimit before_;
 };
 
-TEST(LimitsTest, AnErrorSaysWhichLimitToRaise) {
+TEST(LimitsTest, TheErrorOfASenderNamesTheLimitToRaise) {
   signal(SIGXFSZ, SIG_IGN);  // as Python does
   const GroupWithImpostor group({kDims});
   Status no_files, no_size;
@@ -180,7 +180,7 @@ TEST(LimitsTest, AnErrorSaysWhichLimitToRaise) {
                 no_size);
 }
 
-TEST(LimitsTest, AReceiverSaysSoAsWell) {
+TEST(LimitsTest, TheErrorOfAReceiverNamesTheLimitToRaise) {
   const GroupWithImpostor group({kDims});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
   const Shared shared(group);
@@ -188,7 +188,7 @@ TEST(LimitsTest, AReceiverSaysSoAsWell) {
   post.segment = 0;
   Status status;
   {
-    // With a limit of 0, this process could not send the descriptor either.
+    // With a limit of 0, this process could not send the descriptor.
     const Limit limit(RLIMIT_NOFILE, 1000);
     std::vector<Fd> others;
     do {

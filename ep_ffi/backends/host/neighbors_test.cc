@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The host backend beside others on the same host: other users, other jobs.
+// Tests the host backend beside other users and other jobs of the same host.
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -22,17 +22,17 @@
 
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/backends/host/testing/processes.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/backends/host/transport/peers.h"
-#include "ep_ffi/backends/host/transport/wire.h"
 #include "ep_ffi/testing/expect.h"
 
 namespace ep::host {
 namespace {
 
-constexpr double kTimeoutS = 30;  // which nobody waits for
+constexpr double kTimeoutS = 30;  // longer than any wait here
 constexpr int32_t kObserver = kNumRanks - 1;
 
-// A process of another user, with one thread, that calls a function.
+// A single-threaded process of another user that calls a function.
 class Nobody {
  public:
   explicit Nobody(const std::function<void()>& act) : child_(fork()) {
@@ -44,7 +44,7 @@ class Nobody {
     act();
     _exit(::testing::Test::HasFailure());
   }
-  // Waits until it is done.
+  // Waits for the end of the process.
   ~Nobody() {
     int status;
     EXPECT_EQ(child_, waitpid(child_, &status, 0));
@@ -71,8 +71,8 @@ int Connect(const std::string& name) {
   return fd;
 }
 
-// Connects to the others as if it were the observer, before the observer can,
-// and is turned away as soon as they accept it.
+// Connects to the others as the observer, before the observer does. Expects
+// that they close the connection immediately.
 void ExpectTurnedAway(const Records& records, int connected) {
   std::vector<int> sockets;
   const Hello hello = {kObserver};
@@ -92,9 +92,9 @@ void ExpectTurnedAway(const Records& records, int connected) {
   }
 }
 
-TEST(NeighborsTest, AnotherUserIsTurnedAway) {
-  World world;
-  ExpectNothingSaid(world.Run([](Rank& rank) {
+TEST(NeighborsTest, RanksRejectAnotherUser) {
+  Job job;
+  ExpectNothingSaid(job.Run([](Rank& rank) {
     std::optional<Nobody> nobody;
     if (rank.rank() == kObserver) {
       const auto told = [](auto& r) {
@@ -106,7 +106,8 @@ TEST(NeighborsTest, AnotherUserIsTurnedAway) {
       nobody.emplace([&] { ExpectTurnedAway(rank.records(), connected[1]); });
       close(connected[1]);
       char nothing;
-      EXPECT_EQ(0, read(connected[0], &nothing, 1));  // until it is closed
+      EXPECT_EQ(0,
+                read(connected[0], &nothing, 1));  // until `nobody` closes it
       close(connected[0]);
     }
     rank.Bootstrap(kTimeoutS);
@@ -115,8 +116,8 @@ TEST(NeighborsTest, AnotherUserIsTurnedAway) {
   }));
 }
 
-// Another user listens at the address where a process of the group should.
-TEST(NeighborsTest, NothingIsSentToAnotherUser) {
+// Another user listens at the address of a process of the group.
+TEST(NeighborsTest, SendsNothingToAnotherUser) {
   int told[2];
   ASSERT_EQ(0, pipe(told));
   const Nobody nobody([&] {
@@ -142,8 +143,8 @@ TEST(NeighborsTest, NothingIsSentToAnotherUser) {
   close(told[0]);
 }
 
-// Connects to all sockets that listen, takes every name that it sees or can
-// make of one, and keeps the sockets open.
+// Connects to all listening sockets, binds every name that it sees or derives,
+// and keeps the sockets open.
 [[noreturn]] void Disturb() {
   std::deque<int> held;
   while (true) {
@@ -163,13 +164,12 @@ TEST(NeighborsTest, NothingIsSentToAnotherUser) {
   }
 }
 
-// Each rank leaves as soon as its own last op is done; the others may still be
-// reading what it posted.
+// Each rank closes after its last op, while others may read its rows.
 TEST(NeighborsTest, AnotherUserCannotStopABootstrap) {
   for (int i = 0; i < 10; ++i) {
-    World world;
+    Job job;
     Nobody nobody(Disturb);
-    ExpectNothingSaid(world.Run([](Rank& rank) {
+    ExpectNothingSaid(job.Run([](Rank& rank) {
       rank.Bootstrap(kTimeoutS);
       for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
       return rank.Close();
@@ -178,11 +178,11 @@ TEST(NeighborsTest, AnotherUserCannotStopABootstrap) {
   }
 }
 
-// Runs `act` on the observer, which is not in the group, while the others have
-// the group and are done with their ops.
+// Runs `act` on the observer, which is not in the group, after the others have
+// run their ops and before they close the group.
 void Observe(const std::function<void(Rank&)>& act) {
-  World world;
-  ExpectNothingSaid(world.Run([&](Rank& rank) {
+  Job job;
+  ExpectNothingSaid(job.Run([&](Rank& rank) {
     if (rank.rank() == kObserver) {
       rank.WaitForOthers(kObserver,
                          [](auto& r) { return r.completed == 2 * kNumOps; });
@@ -198,7 +198,7 @@ void Observe(const std::function<void(Rank&)>& act) {
   }));
 }
 
-TEST(NeighborsTest, AnotherUserCannotOpenWhatRanksShare) {
+TEST(NeighborsTest, AnotherUserCannotOpenSharedMemory) {
   Observe([](Rank& rank) {
     const Nobody nobody([&] {
       for (int32_t r = 0; r < kObserver; ++r) {
@@ -215,7 +215,7 @@ TEST(NeighborsTest, AnotherUserCannotOpenWhatRanksShare) {
   });
 }
 
-// This is why even a SIGKILL leaves nothing behind.
+// So even a SIGKILL leaves nothing behind.
 TEST(NeighborsTest, SegmentsHaveNeitherNamesNorDescriptors) {
   Observe([](Rank& rank) {
     for (int32_t r = 0; r < kObserver; ++r) {
@@ -235,7 +235,7 @@ TEST(NeighborsTest, SegmentsHaveNeitherNamesNorDescriptors) {
       for (int fd = 0; fd < 100; ++fd) {
         char target[256] = {};
         (void)!readlink(StrCat(proc, "/fd/", fd).c_str(), target, 255);
-        // What the group does has a descriptor: names and times, no rows.
+        // The text for `python -m ep stuck` has a descriptor, but no rows.
         if (std::strstr(target, "/memfd:ep_status (deleted)")) continue;
         EXPECT_EQ(nullptr, std::strstr(target, "memfd:")) << target;
       }
@@ -243,13 +243,13 @@ TEST(NeighborsTest, SegmentsHaveNeitherNamesNorDescriptors) {
   });
 }
 
-// In one of two jobs ranks die; the other, with the same group names, goes on.
-TEST(NeighborsTest, JobsDoNotMeet) {
+// Ranks of one job die. The other job has the same group names and continues.
+TEST(NeighborsTest, JobsDoNotDisturbEachOther) {
   const pid_t other = fork();
   if (other == 0) {
     for (int i = 0; i < 20 / kFewer; ++i) {
-      World world;
-      world.Run([](Rank& rank) -> std::string {
+      Job job;
+      job.Run([](Rank& rank) -> std::string {
         rank.Bootstrap(kTimeoutS);
         if (rank.rank() == 1) {
           for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
@@ -262,8 +262,8 @@ TEST(NeighborsTest, JobsDoNotMeet) {
     }
     _exit(::testing::Test::HasFailure());
   }
-  World world;
-  ExpectNothingSaid(world.Run([](Rank& rank) {
+  Job job;
+  ExpectNothingSaid(job.Run([](Rank& rank) {
     rank.Bootstrap(kTimeoutS);
     for (int64_t i = 0; i < 500 / kFewer; ++i) rank.Next();
     return rank.Close();

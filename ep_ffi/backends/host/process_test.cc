@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The host backend between real processes: ranks die, and the others fail with
-// an error that names the rank.
+// Tests the host backend between real processes: ranks die, and the others fail
+// with an error that names the rank.
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -22,7 +22,7 @@ using testing::StepPtr;
 using testing::Uniform;
 
 constexpr double kTimeoutS = 30;  // longer than any wait here
-constexpr double kAtOnceS = 5;
+constexpr double kSoonS = 5;
 
 using Words = std::vector<std::string>;
 
@@ -34,13 +34,13 @@ std::vector<int32_t> AllBut(int32_t dead) {
   return ranks;
 }
 
-// Bootstraps the group, and waits until all ranks have.
+// Bootstraps the group, and waits until all ranks have done so.
 void Join(Rank& rank) {
   rank.Bootstrap(kTimeoutS);
   rank.WaitForOthers(-1, [](auto& r) { return r.joined > 0; });
 }
 
-// The survivors close their group and go on in one of their own.
+// Closes the group, and continues in a group of the survivors.
 void GoOnWithout(int32_t dead, Rank& rank) {
   rank.Close();
   rank.Bootstrap(kTimeoutS, AllBut(dead));
@@ -49,7 +49,7 @@ void GoOnWithout(int32_t dead, Rank& rank) {
   rank.Close();
 }
 
-// Runs a rank that loses a peer. Returns the error of its op.
+// Runs ops until a peer dies. Returns the error of the op.
 std::string Survive(int32_t dead, Rank& rank) {
   while (rank.status().ok()) rank.Next();
   const std::string told = rank.status().message();
@@ -57,7 +57,7 @@ std::string Survive(int32_t dead, Rank& rank) {
   return told;
 }
 
-// Kills the rank while it goes on.
+// Kills the rank later, while it continues.
 void DieLater(int64_t us, Way way, Rank& rank) {
   std::thread([us, way, &rank] {
     usleep(us);
@@ -73,23 +73,19 @@ std::string Name(int64_t op) {
   return OpName(static_cast<Op>(op % kNumOps), testing::kLayerName);
 }
 
-// When a rank dies, relative to an op.
+// The time of a death, relative to an op.
 enum When {
-  kBefore,  // it has completed the one before
-  kDuring,  // all others wait for it
-  kPosted,  // it has posted, and no other has
-  kAfter,   // all have completed it
+  kBefore,  // the rank has completed the previous op
+  kDuring,  // all other ranks wait for the rank
+  kPosted,  // only this rank has posted
+  kAfter,   // all ranks have completed the op
 };
 
 class DeathTest : public ::testing::TestWithParam<Way> {
  protected:
-  ~DeathTest() override {
-    RecordProperty("slowest_ms", static_cast<int>(slowest_ * 1e3));
-  }
-
-  // Expects that every survivor ended well and was told at once, in a message
-  // that contains one of each of `words`.
-  void ExpectTold(int32_t dead, const World& world,
+  // Expects that every survivor ended well and got an error soon. The error
+  // contains one word of each of `words`.
+  void ExpectTold(int32_t dead, const Job& job,
                   const std::vector<Ending>& endings,
                   const std::vector<Words>& words) {
     for (int32_t r : AllBut(dead)) {
@@ -102,10 +98,7 @@ class DeathTest : public ::testing::TestWithParam<Way> {
             << "rank " << r << " does not say \"" << some[0] << "\": " << said;
       }
       if (words.empty()) continue;
-      const double seconds =
-          (*world.records)[r].failed - (*world.records)[dead].died;
-      EXPECT_LT(seconds, kAtOnceS);
-      slowest_ = std::max(slowest_, seconds);
+      EXPECT_LT((*job.records)[r].failed - (*job.records)[dead].died, kSoonS);
     }
   }
 
@@ -114,9 +107,6 @@ class DeathTest : public ::testing::TestWithParam<Way> {
   }
 
   Random random_{static_cast<uint64_t>(GetParam())};
-
- private:
-  double slowest_ = 0;
 };
 
 TEST_P(DeathTest, ARankMayDieInAnyOp) {
@@ -124,8 +114,8 @@ TEST_P(DeathTest, ARankMayDieInAnyOp) {
     for (When when : {kBefore, kDuring, kPosted, kAfter}) {
       const int32_t dead = op % kNumRanks;
       SCOPED_TRACE(StrCat("op ", op, ", when ", when));
-      World world;
-      const auto endings = world.Run([&](Rank& rank) {
+      Job job;
+      const auto endings = job.Run([&](Rank& rank) {
         Join(rank);
         while (rank.num_posts() < op) rank.Next();
         if (rank.rank() != dead) {
@@ -144,10 +134,10 @@ TEST_P(DeathTest, ARankMayDieInAnyOp) {
         }
         rank.Die(GetParam());
       });
-      // What it has posted can be completed without it, unless the others had
-      // not begun yet.
+      // The op can complete after the rank's post, unless the others had not
+      // connected yet.
       Words ops, who = Died(dead);
-      if (op == 0) {  // the others may not have connected to it yet
+      if (op == 0) {  // the others may not have connected yet
         ops.push_back("connected");
         who.push_back(StrCat("process ", dead, " died while"));
       }
@@ -155,7 +145,7 @@ TEST_P(DeathTest, ARankMayDieInAnyOp) {
         ops.push_back(Name(op));
       }
       if (when >= kPosted) ops.push_back(Name(op + 1));
-      ExpectTold(dead, world, endings, {ops, who});
+      ExpectTold(dead, job, endings, {ops, who});
     }
   }
 }
@@ -165,32 +155,32 @@ TEST_P(DeathTest, ARankMayDieAtAnyMoment) {
     const int32_t dead = Uniform(random_, 0, kNumRanks - 1);
     const int64_t us = Uniform(random_, 0, 10000);
     SCOPED_TRACE(StrCat("rank ", dead, " after ", us, " us"));
-    World world;
-    const auto endings = world.Run([&](Rank& rank) {
+    Job job;
+    const auto endings = job.Run([&](Rank& rank) {
       Join(rank);
       if (rank.rank() != dead) return Survive(dead, rank);
       DieLater(us, GetParam(), rank);
       WorkOn(rank);
     });
-    // The others may not have connected to it yet.
+    // The others may not have connected yet.
     Words who = Died(dead);
     who.push_back(StrCat("process ", dead, " died while"));
-    ExpectTold(dead, world, endings, {{"ep_", "connected"}, who});
+    ExpectTold(dead, job, endings, {{"ep_", "connected"}, who});
   }
 }
 
-// Two ops are independent. A rank that learns of the death in one of them,
-// while it waits or when it posts, does not post to the other any more.
-TEST_P(DeathTest, ARankMayDieThatHasPostedALaterOp) {
+// Two ops are independent. A rank that learns of the death in one op, while it
+// waits or when it posts, does not post to the other op.
+TEST_P(DeathTest, ARankMayDieAfterPostingALaterOp) {
   const int32_t dead = 2, giving_up = 3;
   for (bool late : {false, true}) {
-    World world;
-    const auto endings = world.Run([&](Rank& rank) {
-      rank.Bootstrap(/*timeout_s=*/2 * kAtOnceS);
+    Job job;
+    const auto endings = job.Run([&](Rank& rank) {
+      rank.Bootstrap(/*timeout_s=*/2 * kSoonS);
       rank.Next();
       if (late && rank.rank() == giving_up) {
         EXPECT_TRUE(
-            WaitFor(kAtOnceS, [&] { return rank.records()[dead].died > 0; }));
+            WaitFor(kSoonS, [&] { return rank.records()[dead].died > 0; }));
         usleep(50000);
       }
       std::vector<StepPtr> steps;
@@ -211,7 +201,7 @@ TEST_P(DeathTest, ARankMayDieThatHasPostedALaterOp) {
       GoOnWithout(dead, rank);
       return said;
     });
-    ExpectTold(dead, world, endings, {{Name(1)}, Died(dead)});
+    ExpectTold(dead, job, endings, {{Name(1)}, Died(dead)});
   }
 }
 
@@ -223,27 +213,27 @@ TEST_P(DeathTest, ARankMayDieInBootstrap) {
         Uniform(random_, 0, 1000), Uniform(random_, 0, 1000),
         Uniform(random_, 0, 1000), Uniform(random_, 0, 1000)};
     SCOPED_TRACE(StrCat("rank ", dead, " after ", us, " us"));
-    World world;
-    const auto endings = world.Run([&](Rank& rank) {
+    Job job;
+    const auto endings = job.Run([&](Rank& rank) {
       if (rank.rank() == dead) DieLater(us, GetParam(), rank);
       usleep(delays_us[rank.rank()]);
-      rank.Bootstrap(/*timeout_s=*/2 * kAtOnceS);
+      rank.Bootstrap(/*timeout_s=*/2 * kSoonS);
       if (rank.rank() != dead) return Survive(dead, rank);
       WorkOn(rank);
     });
-    ExpectTold(dead, world, endings, {{StrCat("process ", dead)}});
+    ExpectTold(dead, job, endings, {{StrCat("process ", dead)}});
   }
 }
 
-// The others still run ops, or finalize the group as well.
+// The others run ops, or finalize the group.
 TEST_P(DeathTest, ARankMayDieInFinalize) {
   for (int i = 0; i < 16 && !HasFailure(); ++i) {
     const int32_t dead = i % kNumRanks;
     const int64_t us = Uniform(random_, 0, 200);
     const bool all_finalize = i % 2;
     SCOPED_TRACE(StrCat("rank ", dead, " after ", us, " us"));
-    World world;
-    const auto endings = world.Run([&](Rank& rank) {
+    Job job;
+    const auto endings = job.Run([&](Rank& rank) {
       rank.Bootstrap(kTimeoutS);
       for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
       if (rank.rank() == dead) {
@@ -253,7 +243,7 @@ TEST_P(DeathTest, ARankMayDieInFinalize) {
       }
       if (!all_finalize) {
         while (rank.status().ok()) rank.Next();
-        // A rank that finalizes now would be an error, too.
+        // A rank that finalizes now would cause another error.
         rank.WaitForOthers(dead, [](auto& r) { return r.failed > 0; });
       }
       const std::string told = rank.status().message();
@@ -263,16 +253,16 @@ TEST_P(DeathTest, ARankMayDieInFinalize) {
     const std::string who = StrCat("rank ", dead, " (process ", dead, ") ");
     std::vector<Words> words = {{Name(0)}, {who + "died", who + "finalized"}};
     if (all_finalize) words.clear();
-    ExpectTold(dead, world, endings, words);
+    ExpectTold(dead, job, endings, words);
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, DeathTest, ::testing::ValuesIn(kWays));
 
-// The child tries an op, closes the group, and destroys it.
+// The child runs an op, closes the group, and destroys it.
 TEST(ProcessTest, AForkedChildDoesNotDisturbItsParent) {
-  World world;
-  ExpectNothingSaid(world.Run([](Rank& rank) {
+  Job job;
+  ExpectNothingSaid(job.Run([](Rank& rank) {
     rank.Bootstrap(kTimeoutS);
     for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
     const pid_t child = fork();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The host backend between real processes: ranks are stopped, and go on.
+// Tests the host backend between real processes that stop and continue.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -21,8 +21,8 @@ constexpr double kLongS = 30;  // longer than any wait here
 constexpr double kShortS = 1;
 constexpr int32_t kStopped = 2;
 
-// Continues the stopped rank, which has posted `posts` ops before. It may not
-// have stopped yet.
+// Continues the stopped rank until it has posted more than `posts` ops. It may
+// not have stopped yet.
 void Wake(int64_t posts, Rank& rank) {
   const Record& its = rank.records()[kStopped];
   for (int i = 0; i < 1000 && its.posted <= posts; ++i) {
@@ -31,9 +31,9 @@ void Wake(int64_t posts, Rank& rank) {
   }
 }
 
-TEST(StoppedTest, ARankThatGoesOnInTimeIsNotNoticed) {
-  World world;
-  ExpectNothingSaid(world.Run([](Rank& rank) {
+TEST(StoppedTest, ARankMayStopBriefly) {
+  Job job;
+  ExpectNothingSaid(job.Run([](Rank& rank) {
     rank.Bootstrap(kLongS);
     for (int64_t op = 0; op < 2 * kNumOps; ++op) {
       if (rank.rank() == kStopped) raise(SIGSTOP);
@@ -50,8 +50,8 @@ TEST(StoppedTest, ARankThatGoesOnInTimeIsNotNoticed) {
 }
 
 TEST(StoppedTest, AnyRankMayStopAtAnyMoment) {
-  World world;
-  ExpectNothingSaid(world.Run([](Rank& rank) {
+  Job job;
+  ExpectNothingSaid(job.Run([](Rank& rank) {
     rank.Bootstrap(kLongS);
     Random random(1);
     while (rank.num_posts() < 300 / kFewer) {
@@ -68,20 +68,20 @@ TEST(StoppedTest, AnyRankMayStopAtAnyMoment) {
   }));
 }
 
-// The error comes when the time is up, to the stopped rank as well, and the
-// group can be used again.
-TEST(StoppedTest, ARankThatStopsForTooLongIsNamed) {
+// All ranks fail at the timeout, including the stopped rank. The group can be
+// used again.
+TEST(StoppedTest, TheErrorNamesARankThatStopsTooLong) {
   for (int64_t op = 0; op < kNumOps && !HasFailure(); ++op) {
-    World world;
-    const auto endings = world.Run([op](Rank& rank) {
+    Job job;
+    const auto endings = job.Run([op](Rank& rank) {
       rank.Bootstrap(kShortS);
       while (rank.num_posts() < op) rank.Next();
       const double begin = Now();
       if (rank.rank() == kStopped) raise(SIGSTOP);
-      // What the others have posted may complete before the error comes.
+      // Posted ops of the others may complete before the error.
       while (rank.status().ok() && rank.num_posts() < kNumOps) rank.Next();
       const double seconds = Now() - begin;
-      EXPECT_GE(seconds, kShortS / 2);  // the time runs from the first post
+      EXPECT_GE(seconds, kShortS / 2);  // the time starts at the first post
       EXPECT_LT(seconds, 10 * kShortS);
       if (rank.rank() == 0) {
         rank.WaitForOthers(kStopped, [](auto& r) { return r.failed > 0; });
@@ -101,7 +101,7 @@ TEST(StoppedTest, ARankThatStopsForTooLongIsNamed) {
         kShortS, " s for rank ", kStopped, " (process ", kStopped, ")");
     for (int32_t r = 0; r < kNumRanks; ++r) {
       EXPECT_EQ(0, endings[r].status);
-      if (r == kStopped) continue;  // it may see its own view, or nothing
+      if (r == kStopped) continue;  // its error may differ, or be absent
       testing::ExpectWords({where, whom},
                            Status(Code::kInternal, endings[r].said));
     }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The processes of a group, and where its ranks live. The mesh is cut into EP
-// domains of P ranks; a rank is a device of some process, and one process may
-// hold any number of ranks, of any domain.
+// The processes of a group, and the location of its ranks. The mesh consists of
+// EP domains of P ranks. A rank is one device. A process may have any number of
+// ranks of any domain.
 
 #ifndef EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
 #define EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
@@ -19,17 +19,17 @@ namespace ep::host {
 
 struct Topology {
   struct Process {
-    std::string address;  // where it listens; see handshake.h
-    int32_t id;           // the number that users know it by
-    int32_t pid;          // the system's id, or 0 if this process cannot see it
+    std::string address;  // of its listening socket; see handshake.h
+    int32_t id;           // in messages
+    int32_t pid;          // 0 if this process cannot see the process
   };
 
   struct Member {
     int32_t process;  // an index of `processes`
-    int32_t device;   // as XLA numbers it, over all processes
+    int32_t device;   // XLA's global device id
   };
 
-  int32_t process;  // this one
+  int32_t process;  // index of this process
   int32_t ep_size;
   std::vector<Process> processes;
   std::vector<Member> members;  // [num_domains * P], domain-major
@@ -64,7 +64,7 @@ struct Topology {
     }
     return -1;
   }
-  // Returns the other processes that hold ranks of this domain, ascending.
+  // Returns the other processes that have ranks of this domain, ascending.
   std::vector<int32_t> OtherProcesses(int32_t domain) const {
     std::vector<int32_t> others;
     for (int32_t p = 0; p < num_processes(); ++p) {
@@ -77,7 +77,7 @@ struct Topology {
     return others;
   }
 
-  // ---- Names, as messages give them
+  // ---- Names in messages
 
   std::string ProcessName(int32_t process) const {
     return StrCat("process ", processes[process].id);
@@ -90,7 +90,7 @@ struct Topology {
     }
     return name;
   }
-  // Returns the name of the rank that is this entry of `members`.
+  // Returns the name of an entry of `members`.
   std::string MemberName(size_t index) const {
     return RankName(static_cast<int32_t>(index) / ep_size,
                     static_cast<int32_t>(index) % ep_size);

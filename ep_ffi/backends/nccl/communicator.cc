@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <initializer_list>
 #include <utility>
 
 #include "ep_ffi/backends/nccl/deadline.h"
@@ -12,14 +13,47 @@
 namespace ep::nccl {
 namespace {
 
+// Describes a dense array to NCCL EP. The descriptor points to the sizes in
+// this object.
+class Tensor {
+ public:
+  Tensor(ncclDataType_t type, const void* data,
+         std::initializer_list<int64_t> sizes) {
+    for (int64_t size : sizes) sizes_[tensor_.ndim++] = size;
+    tensor_.datatype = type;
+    tensor_.data = const_cast<void*>(data);
+    tensor_.sizes = sizes_;
+  }
+  template <typename Byte>
+  Tensor(const RowsOf<Byte>& rows, int64_t count)
+      : Tensor(ToNccl(rows.dtype), rows.data, {count, rows.width}) {}
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+
+  ncclEpTensor_t* get() { return &tensor_; }
+
+ private:
+  static ncclDataType_t ToNccl(DType dtype) {
+    switch (dtype) {
+      case DType::kFloat32:
+        return ncclFloat32;
+      case DType::kBFloat16:
+        return ncclBfloat16;
+      case DType::kFloat16:
+        return ncclFloat16;
+    }
+    return ncclNumTypes;
+  }
+
+  size_t sizes_[2];
+  ncclEpTensor_t tensor_ = NCCL_EP_TENSOR_INIT;
+};
+
 ncclEpHandleConfig_t HandleConfig(const Layer& layer) {
   ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
   config.dispatch_output_per_expert_alignment = layer.alignment;
   return config;
 }
-
-// RunWithin says that this took too long if a rank does not come.
-constexpr char kConnect[] = "to connect the ranks of an EP domain";
 
 Status CheckEnvironment() {
   for (const char* variable :
@@ -32,13 +66,6 @@ Status CheckEnvironment() {
                          "limits are not checked; unset it"));
   }
   return Status();
-}
-
-Status QueryProperties(const Libraries& nccl, ncclComm_t comm,
-                       ncclCommProperties_t* out) {
-  *out = NCCL_COMM_PROPERTIES_INITIALIZER;
-  return nccl.Check(nccl.ncclCommQueryProperties(comm, out),
-                    "ncclCommQueryProperties");
 }
 
 }  // namespace
@@ -54,82 +81,61 @@ Status CallNcclEp(const Libraries& libraries, const char* name,
   }
 }
 
-Status Communicator::Create(std::shared_ptr<const Device> device,
-                            const Sizes& sizes, int32_t rank,
-                            const std::string& unique_id, double timeout_s,
-                            std::shared_ptr<Communicator>* out) {
-  ncclUniqueId id;
-  if (unique_id.size() != sizeof(id)) {
+Status Communicator::Connect(std::shared_ptr<const Device> device,
+                             const Sizes& sizes, int32_t rank,
+                             const std::string& unique_id, ncclComm_t lent,
+                             double timeout_s,
+                             std::shared_ptr<Communicator>* out) {
+  ncclUniqueId id = {};
+  if (!lent && unique_id.size() != sizeof(id)) {
     return Status(Code::kInternal, "an NCCL unique id of the wrong size");
   }
-  std::memcpy(&id, unique_id.data(), sizeof(id));
-  std::shared_ptr<Communicator> made(new Communicator(std::move(device)));
-  EP_RETURN_IF_ERROR(RunWithin(timeout_s, kConnect, [made, sizes, rank, id] {
-    return made->Init(sizes, rank, id);
-  }));
-  *out = std::move(made);
-  return Status();
-}
-
-Status Communicator::Borrow(std::shared_ptr<const Device> device,
-                            const Sizes& sizes, int32_t rank, ncclComm_t lent,
-                            double timeout_s,
-                            std::shared_ptr<Communicator>* out) {
-  std::shared_ptr<Communicator> made(new Communicator(std::move(device)));
-  EP_RETURN_IF_ERROR(RunWithin(timeout_s, kConnect, [made, sizes, rank, lent] {
-    return made->InitLent(sizes, rank, lent);
-  }));
-  *out = std::move(made);
-  return Status();
-}
-
-Status Communicator::Init(const Sizes& sizes, int32_t rank,
-                          const ncclUniqueId& id) {
-  const Libraries& nccl = device_->libraries();
-  Device::Scope scope(*device_);
-  EP_RETURN_IF_ERROR(CheckEnvironment());
+  std::copy(unique_id.begin(), unique_id.end(), id.internal);
+  std::shared_ptr<Communicator> made(
+      new Communicator(std::move(device), sizes));
   EP_RETURN_IF_ERROR(
-      nccl.Check(nccl.ncclCommInitRank(&comm_, sizes.ep_size, id, rank),
-                 "ncclCommInitRank"));
-  ncclCommProperties_t properties;
-  EP_RETURN_IF_ERROR(QueryProperties(nccl, comm_, &properties));
-  return InitGroup(sizes, properties);
+      RunWithin(timeout_s, "to connect the ranks of an EP domain",
+                [made, rank, id, lent] { return made->Init(rank, id, lent); }));
+  *out = std::move(made);
+  return Status();
 }
 
-Status Communicator::InitLent(const Sizes& sizes, int32_t rank,
-                              ncclComm_t lent) {
+Status Communicator::Init(int32_t rank, const ncclUniqueId& id,
+                          ncclComm_t lent) {
+  const Libraries& nccl = device_->libraries();
   Device::Scope scope(*device_);
   EP_RETURN_IF_ERROR(CheckEnvironment());
-  owns_ = false;
+  owns_ = !lent;
   comm_ = lent;
-  ncclCommProperties_t properties;
-  EP_RETURN_IF_ERROR(QueryProperties(device_->libraries(), comm_, &properties));
-  if (properties.rank != rank || properties.nRanks != sizes.ep_size) {
-    return Status(
-        Code::kInternal,
-        StrCat("XLA lends a communicator of ", properties.nRanks,
-               " ranks whose rank ", properties.rank, " is rank ", rank, " of ",
-               sizes.ep_size, " in the EP domain; unset EP_NCCL_COMMUNICATOR"));
+  if (owns_) {
+    EP_RETURN_IF_ERROR(
+        nccl.Check(nccl.ncclCommInitRank(&comm_, sizes_.ep_size, id, rank),
+                   "ncclCommInitRank"));
   }
-  return InitGroup(sizes, properties);
-}
-
-Status Communicator::InitGroup(const Sizes& sizes,
-                               const ncclCommProperties_t& properties) {
-  const Libraries& nccl = device_->libraries();
+  ncclCommProperties_t properties = NCCL_COMM_PROPERTIES_INITIALIZER;
+  EP_RETURN_IF_ERROR(
+      nccl.Check(nccl.ncclCommQueryProperties(comm_, &properties),
+                 "ncclCommQueryProperties"));
+  if (properties.rank != rank || properties.nRanks != sizes_.ep_size) {
+    return Status(Code::kInternal,
+                  StrCat("XLA lends a communicator of ", properties.nRanks,
+                         " ranks whose rank ", properties.rank, " is rank ",
+                         rank, " of ", sizes_.ep_size,
+                         " in the EP domain; unset EP_NCCL_COMMUNICATOR"));
+  }
   Machine machine = {};
   machine.device_api = properties.deviceApiSupport;
-  machine.nvlink_ranks = sizes.ep_size / std::max(properties.nLsaTeams, 1);
+  machine.nvlink_ranks = sizes_.ep_size / std::max(properties.nLsaTeams, 1);
   machine.shared_bytes = device_->shared_bytes();
   EP_RETURN_IF_ERROR(device_->CountFreeBytes(&machine.free_bytes));
-  EP_RETURN_IF_ERROR(CheckMachine(sizes, machine));
+  EP_RETURN_IF_ERROR(CheckMachine(sizes_, machine));
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
   config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
-  config.num_experts = sizes.num_experts;
-  config.max_dispatch_tokens_per_rank = sizes.max_dispatch_tokens();
-  config.max_recv_tokens_per_rank = sizes.capacity;
-  config.max_token_bytes = sizes.max_row_bytes;
-  config.max_num_sms = sizes.max_num_sms;
+  config.num_experts = sizes_.num_experts;
+  config.max_dispatch_tokens_per_rank = sizes_.max_dispatch_tokens();
+  config.max_recv_tokens_per_rank = sizes_.capacity;
+  config.max_token_bytes = sizes_.max_row_bytes;
+  config.max_num_sms = sizes_.max_num_sms;
   return CallNcclEp(nccl, "ncclEpCreateGroup", [&] {
     return nccl.ncclEpCreateGroup(&group_, comm_, &config);
   });
@@ -175,37 +181,84 @@ Status Communicator::HandleBytes(const Layer& layer, int64_t* out) const {
   return Status();
 }
 
-Status Communicator::OpenHandle(const Layer& layer, std::byte* mem,
-                                int64_t bytes, ncclEpHandle_t* out) const {
+Status Communicator::WithHandle(
+    const Layer& layer, const Mem& mem, const char* name,
+    const std::function<ncclResult_t(ncclEpHandle_t)>& use) const {
   const Libraries& nccl = device_->libraries();
   const ncclEpHandleConfig_t config = HandleConfig(layer);
-  size_t size = bytes;
-  ncclEpTensor_t tensor = NCCL_EP_TENSOR_INIT;
-  tensor.ndim = 1;
-  tensor.datatype = ncclUint8;
-  tensor.data = mem;
-  tensor.sizes = &size;
-  return CallNcclEp(nccl, "ncclEpInitHandle", [&] {
-    return nccl.ncclEpInitHandle(out, group_, NCCL_EP_LAYOUT_EXPERT_MAJOR,
-                                 &config, layer.top_k, &tensor);
+  Tensor bytes(ncclUint8, mem.data, {mem.bytes});
+  ncclEpHandle_t handle = nullptr;
+  EP_RETURN_IF_ERROR(CallNcclEp(nccl, "ncclEpInitHandle", [&] {
+    return nccl.ncclEpInitHandle(&handle, group_, NCCL_EP_LAYOUT_EXPERT_MAJOR,
+                                 &config, layer.top_k, bytes.get());
+  }));
+  const Status used = CallNcclEp(nccl, name, [&] { return use(handle); });
+  const Status closed = CallNcclEp(nccl, "ncclEpHandleDestroy", [&] {
+    return nccl.ncclEpHandleDestroy(handle);
+  });
+  return used.ok() ? closed : used;
+}
+
+Status Communicator::Update(const Layer& layer, const Mem& mem,
+                            const int64_t* choices, int64_t num_tokens,
+                            CUstream stream) const {
+  Tensor topk_idx(ncclInt64, choices, {num_tokens, layer.top_k});
+  return WithHandle(
+      layer, mem, "ncclEpUpdateHandle", [&](ncclEpHandle_t handle) {
+        return device_->libraries().ncclEpUpdateHandle(
+            handle, topk_idx.get(), /*layout_info=*/nullptr, stream);
+      });
+}
+
+Status Communicator::Scatter(const Layer& layer, const Mem& mem,
+                             const ScatterArgs& args, CUstream stream) const {
+  Tensor tokens(args.tokens, args.tokens.count);
+  Tensor slots(args.slots, sizes_.capacity);
+  Tensor topk_weights(ncclFloat32, args.topk_weights,
+                      {args.tokens.count, layer.top_k});
+  Tensor slot_weights(ncclFloat32, args.slot_weights, {sizes_.capacity});
+  ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t outputs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
+  inputs.tokens = tokens.get();
+  outputs.tokens = slots.get();
+  // NCCL EP's forward pass of dispatch has weights; its backward pass has none.
+  config.pass_direction = NCCL_EP_BWD_PASS;
+  if (args.topk_weights) {
+    config.pass_direction = NCCL_EP_FWD_PASS;
+    inputs.topk_weights = topk_weights.get();
+    outputs.topk_weights = slot_weights.get();
+  }
+  return WithHandle(layer, mem, "ncclEpDispatch", [&](ncclEpHandle_t handle) {
+    return device_->libraries().ncclEpDispatch(handle, &inputs, &outputs,
+                                               /*layout_info=*/nullptr, &config,
+                                               stream);
   });
 }
 
-Status Communicator::CloseHandle(ncclEpHandle_t handle) const {
-  const Libraries& nccl = device_->libraries();
-  return CallNcclEp(nccl, "ncclEpHandleDestroy",
-                    [&] { return nccl.ncclEpHandleDestroy(handle); });
-}
-
-Status Communicator::WithHandle(
-    const Layer& layer, std::byte* mem, int64_t bytes, const char* name,
-    const std::function<ncclResult_t(ncclEpHandle_t)>& use) const {
-  ncclEpHandle_t handle = nullptr;
-  EP_RETURN_IF_ERROR(OpenHandle(layer, mem, bytes, &handle));
-  const Status used =
-      CallNcclEp(device_->libraries(), name, [&] { return use(handle); });
-  const Status closed = CloseHandle(handle);
-  return used.ok() ? closed : used;
+Status Communicator::Gather(const Layer& layer, const Mem& mem,
+                            const GatherArgs& args, CUstream stream) const {
+  Tensor slots(args.slots, sizes_.capacity);
+  Tensor tokens(args.tokens, args.tokens.count);
+  Tensor slot_weights(ncclFloat32, args.slot_weights, {sizes_.capacity});
+  Tensor topk_weights(ncclFloat32, args.topk_weights,
+                      {args.tokens.count, layer.top_k});
+  ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t outputs = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
+  inputs.tokens = slots.get();
+  outputs.tokens = tokens.get();
+  // NCCL EP's backward pass of combine has weights; its forward pass has none.
+  config.pass_direction = NCCL_EP_FWD_PASS;
+  if (args.topk_weights) {
+    config.pass_direction = NCCL_EP_BWD_PASS;
+    inputs.topk_weights = slot_weights.get();
+    outputs.topk_weights = topk_weights.get();
+  }
+  return WithHandle(layer, mem, "ncclEpCombine", [&](ncclEpHandle_t handle) {
+    return device_->libraries().ncclEpCombine(handle, &inputs, &outputs,
+                                              &config, stream);
+  });
 }
 
 }  // namespace ep::nccl

@@ -1,88 +1,95 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The connection of a rank to its EP domain: an NCCL communicator and a group
-// of NCCL EP.
-
 #ifndef EP_FFI_BACKENDS_NCCL_COMMUNICATOR_H_
 #define EP_FFI_BACKENDS_NCCL_COMMUNICATOR_H_
 
 #include <nccl.h>
 #include <nccl_ep.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 
 #include "ep_ffi/backends/nccl/device.h"
+#include "ep_ffi/backends/nccl/libraries.h"
 #include "ep_ffi/backends/nccl/limits.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::nccl {
 
+// Connects one rank to its EP domain: owns an NCCL EP group on an NCCL
+// communicator, and enqueues the calls of NCCL EP.
+//
 // Not thread-safe.
 class Communicator {
  public:
-  // Connects this rank. Collective over the domain. `unique_id` is the
-  // ncclUniqueId that one rank has made for all.
-  static Status Create(std::shared_ptr<const Device> device, const Sizes& sizes,
-                       int32_t rank, const std::string& unique_id,
-                       double timeout_s, std::shared_ptr<Communicator>* out);
-  // Connects this rank over `lent`, an NCCL communicator of the domain that
-  // stays XLA's. Collective over the domain.
-  static Status Borrow(std::shared_ptr<const Device> device, const Sizes& sizes,
-                       int32_t rank, ncclComm_t lent, double timeout_s,
-                       std::shared_ptr<Communicator>* out);
+  // Connects this rank. Collective over the domain. Borrows `lent`, a
+  // communicator of the domain that XLA owns; if `lent` is null, creates one
+  // from `unique_id`, the ncclUniqueId that one rank made for all ranks.
+  static Status Connect(std::shared_ptr<const Device> device,
+                        const Sizes& sizes, int32_t rank,
+                        const std::string& unique_id, ncclComm_t lent,
+                        double timeout_s, std::shared_ptr<Communicator>* out);
 
   // Aborts unless Destroy was called.
   ~Communicator() { Abort(); }
 
   // Disconnects. Collective over the domain. The device must have run all ops.
   void Destroy();
-  // Ends NCCL's collectives on this rank at once, unless the communicator is
-  // XLA's. NCCL EP's kernels cannot be ended, so its group is leaked.
+  // Aborts NCCL's collectives on this rank, unless XLA owns the communicator.
+  // Leaks the NCCL EP group, because NCCL EP's kernels cannot be aborted.
   void Abort();
 
-  // Returns XLA's communicator, or null if this one has its own.
+  // Returns XLA's communicator, or null if this object created its own.
   void* lent() const { return owns_ ? nullptr : comm_; }
 
-  // Enqueues a gather of `count` integers from each rank.
+  // Enqueues an all-gather of `count` integers per rank.
   Status AllGather(const int32_t* mine, int32_t* all, int64_t count,
                    CUstream stream) const;
 
   // Returns the bytes of NCCL EP's part of EpHandle.mem.
   Status HandleBytes(const Layer& layer, int64_t* out) const;
 
-  // Opens a handle on `mem`, whose size `bytes` is HandleBytes.
-  Status OpenHandle(const Layer& layer, std::byte* mem, int64_t bytes,
-                    ncclEpHandle_t* out) const;
-  Status CloseHandle(ncclEpHandle_t handle) const;
+  // The calls below enqueue one function of NCCL EP on the handle in `mem`,
+  // whose size is HandleBytes. Each opens the handle anew, because XLA places
+  // buffers at new addresses; this costs host time only.
+  //
+  // NCCL EP requires that a descriptor of slots has as many rows as the group.
+  // It accesses only slots within the layer's capacity, so the buffer may be
+  // shorter than the descriptor.
 
-  // Calls `use`, a function called `name`, with a handle that is open on `mem`
-  // during the call. Each op opens a handle anew, because XLA moves buffers.
-  // That costs host time only: it neither allocates nor communicates.
-  Status WithHandle(
-      const Layer& layer, std::byte* mem, int64_t bytes, const char* name,
-      const std::function<ncclResult_t(ncclEpHandle_t)>& use) const;
+  // Calls ncclEpUpdateHandle. `choices` is [num_tokens, top_k].
+  Status Update(const Layer& layer, const Mem& mem, const int64_t* choices,
+                int64_t num_tokens, CUstream stream) const;
+  // Calls ncclEpDispatch. Does not read `args.mem`.
+  Status Scatter(const Layer& layer, const Mem& mem, const ScatterArgs& args,
+                 CUstream stream) const;
+  // Calls ncclEpCombine. Does not read `args.mem`.
+  Status Gather(const Layer& layer, const Mem& mem, const GatherArgs& args,
+                CUstream stream) const;
 
  private:
-  explicit Communicator(std::shared_ptr<const Device> device)
-      : device_(std::move(device)) {}
+  Communicator(std::shared_ptr<const Device> device, const Sizes& sizes)
+      : device_(std::move(device)), sizes_(sizes) {}
 
-  Status Init(const Sizes& sizes, int32_t rank, const ncclUniqueId& id);
-  Status InitLent(const Sizes& sizes, int32_t rank, ncclComm_t lent);
-  // Creates the group of NCCL EP.
-  Status InitGroup(const Sizes& sizes, const ncclCommProperties_t& properties);
+  Status Init(int32_t rank, const ncclUniqueId& id, ncclComm_t lent);
+  // Calls `use`, the NCCL EP function called `name`, with an open handle.
+  Status WithHandle(
+      const Layer& layer, const Mem& mem, const char* name,
+      const std::function<ncclResult_t(ncclEpHandle_t)>& use) const;
 
   const std::shared_ptr<const Device> device_;
-  bool owns_ = true;  // whether comm_ is not XLA's
+  const Sizes sizes_;
+  bool owns_ = true;  // whether this object created comm_
   ncclComm_t comm_ = nullptr;
   ncclEpGroup_t group_ = nullptr;
 };
 
-// Calls a function of NCCL EP by `call`. NCCL EP throws on some errors; this
-// does not. `name` is for the message.
+// Calls an NCCL EP function by `call`, and returns its exceptions as errors.
+// `name` is for the message.
 Status CallNcclEp(const Libraries& libraries, const char* name,
                   const std::function<ncclResult_t()>& call);
 

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A timeout for calls that wait for other ranks and have none.
-
 #ifndef EP_FFI_BACKENDS_NCCL_DEADLINE_H_
 #define EP_FFI_BACKENDS_NCCL_DEADLINE_H_
 
@@ -17,12 +15,13 @@
 namespace ep::nccl {
 
 // The longest timeout, some 30 years. The clocks of the standard library count
-// nanoseconds in 64 bits, so they cannot wait for ever.
+// nanoseconds in 64 bits, so they cannot wait indefinitely.
 constexpr double kLongestWaitS = 1e9;
 
-// Runs `call` on a thread of its own and returns its result. After `seconds`,
-// which may be infinite, it fails instead. The thread then goes on to run, so
-// `call` must own what it uses. `what` is the subject of the message.
+// Gives a timeout to `call`, which waits for other ranks and has none. Runs it
+// on a new thread and returns its result. Fails after `seconds`, which may be
+// infinite. The thread then continues, so `call` must own the objects that it
+// uses. `what` is the subject of the message.
 inline Status RunWithin(double seconds, const std::string& what,
                         std::function<Status()> call) {
   std::packaged_task<Status()> task(std::move(call));

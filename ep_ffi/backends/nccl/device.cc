@@ -38,38 +38,29 @@ Status Device::Init(int32_t ordinal, int32_t num_reports) {
       cuda.Check(cuda.cuDevicePrimaryCtxRetain(&context_, device_),
                  "cuDevicePrimaryCtxRetain"));
   Scope scope(*this);
-  std::byte* host = nullptr;
-  std::byte* device = nullptr;
-  EP_RETURN_IF_ERROR(AllocateShared(
-      sizeof(Progress) + num_reports * sizeof(Report), &host, &device));
-  progress_ = reinterpret_cast<Progress*>(host);
+  std::byte* shared = nullptr;
+  EP_RETURN_IF_ERROR(
+      AllocateShared(sizeof(Progress) + num_reports * sizeof(Report), &shared));
+  progress_ = reinterpret_cast<Progress*>(shared);
   reports_ = reinterpret_cast<Report*>(progress_ + 1);
-  device_progress_ = reinterpret_cast<Progress*>(device);
-  device_reports_ = reinterpret_cast<Report*>(device_progress_ + 1);
   return LoadKernels();
 }
 
-Status Device::AllocateShared(int64_t bytes, std::byte** host,
-                              std::byte** device) const {
-  const Libraries& cuda = libraries_;
+Status Device::AllocateShared(int64_t bytes, std::byte** out) const {
+  // With unified addressing, which Hopper has, the device uses host addresses.
   void* memory = nullptr;
-  EP_RETURN_IF_ERROR(
-      cuda.Check(cuda.cuMemHostAlloc(&memory, bytes, CU_MEMHOSTALLOC_DEVICEMAP),
-                 "cuMemHostAlloc"));
+  EP_RETURN_IF_ERROR(libraries_.Check(
+      libraries_.cuMemHostAlloc(&memory, bytes, CU_MEMHOSTALLOC_DEVICEMAP),
+      "cuMemHostAlloc"));
   std::memset(memory, 0, bytes);
-  *host = static_cast<std::byte*>(memory);
-  CUdeviceptr address = 0;
-  EP_RETURN_IF_ERROR(
-      cuda.Check(cuda.cuMemHostGetDevicePointer(&address, memory, 0),
-                 "cuMemHostGetDevicePointer"));
-  *device = reinterpret_cast<std::byte*>(address);
+  *out = static_cast<std::byte*>(memory);
   return Status();
 }
 
 Status Device::AllocateRing(int64_t bytes) {
-  if (device_ring_) return Status();
+  if (ring_) return Status();
   Scope scope(*this);
-  return AllocateShared(bytes, &ring_, &device_ring_);
+  return AllocateShared(bytes, &ring_);
 }
 
 Status Device::LoadKernels() {
@@ -84,8 +75,7 @@ Status Device::LoadKernels() {
                   StrCat("the GPU has compute capability ", major,
                          ".x, but NCCL EP needs 9.0 (Hopper) or newer"));
   }
-  // Prefer machine code for this architecture to PTX, which the driver
-  // compiles.
+  // Prefer machine code for this architecture. The driver compiles PTX.
   const KernelImage* image = nullptr;
   for (const KernelImage& i : kKernelImages) {
     if (i.arch == 0 ? !image : i.arch / 10 == major) image = &i;

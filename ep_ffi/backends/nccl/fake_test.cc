@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests what the tests of the backend rely on: that the fake finds violations
-// of the contracts of the real libraries.
+// Tests that the fake detects violations of the contracts of the real
+// libraries. The tests of the backend rely on this.
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 
@@ -14,26 +14,9 @@
 namespace ep::nccl {
 namespace {
 
-// Makes the context of a device current on this thread.
-class Current {
- public:
-  explicit Current(int device) : device_(device) {
-    CUcontext context;
-    cuDevicePrimaryCtxRetain(&context, device);
-    cuCtxPushCurrent(context);
-  }
-  ~Current() {
-    cuCtxPopCurrent(nullptr);
-    cuDevicePrimaryCtxRelease(device_);
-  }
-
- private:
-  const int device_;
-};
-
 class FakeTest : public NcclGroupTest {
  protected:
-  // Expects violations, and these words in the first of them.
+  // Expects violations, the first of which has these words.
   static void ExpectViolation(const std::string& words) {
     const std::vector<std::string> sentences = fake::TakeViolations();
     ExpectWords({words}, Status(Code::kInternal,
@@ -63,7 +46,7 @@ TEST_F(FakeTest, AnAbsentRankIsCaught) {
   ExpectViolation("timed out");
 }
 
-TEST_F(FakeTest, TwoStreamsAtOnceAreCaught) {
+TEST_F(FakeTest, ConcurrentStreamsAreCaught) {
   AllowLeaks();
   fake::TheMachine().timeout_s = 0.5;
   const Domain domain = MakeDomain(kWorld);
@@ -78,7 +61,7 @@ TEST_F(FakeTest, TwoStreamsAtOnceAreCaught) {
   ExpectViolation("two streams");
   AwaitStreams(domain);
   AwaitStreams(other);
-  (void)fake::TakeViolations();  // the other ranks have not come
+  (void)fake::TakeViolations();  // the other ranks are absent
 }
 
 TEST_F(FakeTest, AStaleAddressIsCaught) {
@@ -94,14 +77,15 @@ TEST_F(FakeTest, AStaleAddressIsCaught) {
   AwaitStreams(domain);
 }
 
-TEST_F(FakeTest, WhatIsInUseIsNotDestroyed) {
+TEST_F(FakeTest, ACommunicatorInUseIsNotDestroyed) {
   std::vector<std::shared_ptr<Lent>> lent;
   const auto groups = ConnectAll(/*timeout_s=*/10, &lent);
   const fake::Resources live = fake::CountResources();
-  for (const char* what : {"contexts", "communicators", "groups"}) {
-    EXPECT_LE(4u, live.at(what)) << what;
+  for (const char* kind : {"contexts", "communicators", "groups"}) {
+    EXPECT_LE(4u, live.at(kind)) << kind;
   }
-  const Current current(/*device=*/0);
+  const std::shared_ptr<Device> device = OpenDevice(0);
+  const Device::Scope scope(*device);
   ncclCommDestroy(lent[0]->comm());
   ExpectViolation("a group of NCCL EP lives on it");
 }
@@ -110,7 +94,8 @@ TEST_F(FakeTest, WrongCallsAreCaught) {
   void* memory;
   cuMemHostAlloc(&memory, 8, 0);
   ExpectViolation("no context is current");
-  const Current current(/*device=*/1);
+  const std::shared_ptr<Device> device = OpenDevice(1);
+  const Device::Scope scope(*device);
   cuMemFreeHost(&memory);
   ExpectViolation("did not make it");
   {

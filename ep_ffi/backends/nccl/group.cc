@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "ep_ffi/backends/nccl/calls.h"
 #include "ep_ffi/backends/nccl/deadline.h"
 #include "ep_ffi/backends/nccl/libraries.h"
 #include "ep_ffi/backends/nccl/routing.h"
@@ -13,25 +12,26 @@
 namespace ep::nccl {
 namespace {
 
-// Threads that clear a foreign handle, some megabytes. Only an error needs
-// them.
+// Threads that clear a foreign handle of some megabytes. Only an error path
+// needs them.
 constexpr int64_t kClearThreads = 16384;
 
-// Enough blocks to write at the speed of the memory. More would slow down the
-// common case, in which they find nothing to write; only the device knows that.
+// Enough blocks to write at memory speed. In the common case they find nothing
+// to write, which only the device knows; more blocks would slow this case down.
 constexpr int64_t kFinishBlocks = 512;
 
-// The time that an abort gets. It may wait for kernels that cannot be aborted.
+// The time limit of an abort, which may wait for kernels that cannot be
+// aborted.
 constexpr double kAbortS = 5;
 
 std::string Name(const Call& call) {
   return OpName(call.op, call.site->layer.name);
 }
 
-// Hashes the op and all of it that must be equal on its ranks. The
-// number of the op's copy is left out: copies are numbered as they are
-// instantiated, and a rank that loads an executable from a cache instantiates
-// it more or less often than one that compiles it.
+// Hashes the properties of an op that must be equal on its ranks. Leaves out
+// the number of the op's copy. XLA numbers copies as it instantiates them, and
+// a rank that loads an executable from a cache instantiates more or fewer
+// copies than a rank that compiles it.
 uint64_t HashProgram(const Site& site, uint64_t sizes) {
   return Hash({static_cast<int64_t>(Hash(site.layer.name)),
                site.layer.fingerprint, static_cast<int64_t>(Hash(site.program)),
@@ -50,7 +50,7 @@ Status NewUniqueId(const std::string& nccl_path,
   return Status();
 }
 
-// ---- Creation and end -------------------------------------------------------
+// ---- Creation and destruction -----------------------------------------------
 
 Status NcclGroup::Create(const Options& options,
                          std::shared_ptr<NcclGroup>* out) {
@@ -63,9 +63,9 @@ Status NcclGroup::Create(const Options& options,
       Device::Open(libraries, options.device, Reports::kNumReports, &device));
   std::shared_ptr<Communicator> communicator;
   if (!options.unique_id.empty()) {
-    EP_RETURN_IF_ERROR(Communicator::Create(device, options.sizes, options.rank,
-                                            options.unique_id,
-                                            options.timeout_s, &communicator));
+    EP_RETURN_IF_ERROR(Communicator::Connect(
+        device, options.sizes, options.rank, options.unique_id,
+        /*lent=*/nullptr, options.timeout_s, &communicator));
   }
   out->reset(
       new NcclGroup(options, std::move(device), std::move(communicator)));
@@ -94,10 +94,10 @@ Status NcclGroup::Borrow(void* communicator) {
     return Status(Code::kFailedPrecondition,
                   "the group has a communicator already");
   }
-  EP_RETURN_IF_ERROR(Communicator::Borrow(device_, options_.sizes,
-                                          options_.rank,
-                                          static_cast<ncclComm_t>(communicator),
-                                          options_.timeout_s, &communicator_));
+  EP_RETURN_IF_ERROR(Communicator::Connect(
+      device_, options_.sizes, options_.rank, /*unique_id=*/"",
+      static_cast<ncclComm_t>(communicator), options_.timeout_s,
+      &communicator_));
   failed_ = Status();
   return Status();
 }
@@ -191,7 +191,7 @@ void NcclGroup::Prepare(Call call, const PrepareArgs& args) {
     Status earlier;
     if (reports_.full()) earlier = TakeOutcome();
     EP_RETURN_IF_ERROR(failed_);
-    // The peers wait for this prepare even if an earlier one had a fault.
+    // The peers wait for this prepare even if an earlier prepare had a fault.
     const Status status = EnqueuePrepare(call, args);
     return earlier.ok() ? status : earlier;
   });
@@ -220,12 +220,9 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
       EnqueueRouting(*device_, *communicator_, stream, routing)));
   const int64_t routing_bytes =
       RoutingBytes(options_.sizes, layer, args.num_tokens);
-  EP_RETURN_IF_ERROR(GiveUpUnlessOk(communicator_->WithHandle(
-      layer, args.mem + routing_bytes, args.mem_bytes - routing_bytes,
-      "ncclEpUpdateHandle", [&](ncclEpHandle_t handle) {
-        return Update(device_->libraries(), handle, routing.choices,
-                      args.num_tokens, args.top_k, stream);
-      })));
+  const Mem handle = {args.mem + routing_bytes, args.mem_bytes - routing_bytes};
+  EP_RETURN_IF_ERROR(GiveUpUnlessOk(communicator_->Update(
+      layer, handle, routing.choices, args.num_tokens, stream)));
   reports_.Add(Name(call), layer);
   NoteEnqueued(call, routing, /*row_bytes=*/0);
   return Status();
@@ -239,10 +236,9 @@ void NcclGroup::Scatter(Call call, const ScatterArgs& args) {
   moved.tail = call.site->layer.tail == Tail::kNan ? kNan : 0;
   Submit(call, [&]() EP_REQUIRES(mutex_) {
     return EnqueueMove(call, args.mem, args.tokens.count, args.slots, moved,
-                       "ncclEpDispatch", [&](ncclEpHandle_t handle) {
-                         return nccl::Scatter(
-                             device_->libraries(), handle, args,
-                             call.site->layer.top_k, options_.sizes.capacity,
+                       [&](const Mem& handle) EP_REQUIRES(mutex_) {
+                         return communicator_->Scatter(
+                             call.site->layer, handle, args,
                              static_cast<CUstream>(call.stream));
                        });
   });
@@ -258,24 +254,23 @@ void NcclGroup::Gather(Call call, const GatherArgs& args) {
                     "NCCL EP cannot scale rows by weights; multiply first");
     }
     return EnqueueMove(call, args.mem, args.tokens.count, args.tokens, moved,
-                       "ncclEpCombine", [&](ncclEpHandle_t handle) {
-                         return nccl::Gather(
-                             device_->libraries(), handle, args,
-                             call.site->layer.top_k, options_.sizes.capacity,
+                       [&](const Mem& handle) EP_REQUIRES(mutex_) {
+                         return communicator_->Gather(
+                             call.site->layer, handle, args,
                              static_cast<CUstream>(call.stream));
                        });
   });
 }
 
-Status NcclGroup::EnqueueMove(
-    const Call& call, const Mem& mem, int64_t num_tokens, const Rows& rows,
-    Moved moved, const char* name,
-    const std::function<ncclResult_t(ncclEpHandle_t)>& move) {
+Status NcclGroup::EnqueueMove(const Call& call, const Mem& mem,
+                              int64_t num_tokens, const Rows& rows, Moved moved,
+                              const std::function<Status(const Mem&)>& move) {
   const Layer& layer = call.site->layer;
   EP_RETURN_IF_ERROR(CheckMem(layer, num_tokens, mem));
   EP_RETURN_IF_ERROR(CheckRows(options_.sizes, rows.width, rows.dtype));
-  // NCCL EP uses a part of these bytes as scratch memory, although XLA treats
-  // them as constant. Neither we nor a later op reads that part.
+  // NCCL EP uses some of these bytes as scratch memory, although XLA treats
+  // them as constant. Neither this backend nor a later op reads the scratch
+  // bytes.
   std::byte* bytes = const_cast<std::byte*>(mem.data);
   const CUstream stream = static_cast<CUstream>(call.stream);
   const int64_t routing_bytes = RoutingBytes(options_.sizes, layer, num_tokens);
@@ -285,8 +280,8 @@ Status NcclGroup::EnqueueMove(
   routing.num_nccl_ep_words = (mem.bytes - routing_bytes) / sizeof(uint32_t);
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchThreads(
       Device::kClearForeign, kClearThreads, stream, &routing)));
-  EP_RETURN_IF_ERROR(GiveUpUnlessOk(communicator_->WithHandle(
-      layer, bytes + routing_bytes, mem.bytes - routing_bytes, name, move)));
+  EP_RETURN_IF_ERROR(
+      GiveUpUnlessOk(move({bytes + routing_bytes, mem.bytes - routing_bytes})));
   moved.rows = reinterpret_cast<uint32_t*>(rows.data);
   moved.num_rows = rows.count;
   moved.row_words = rows.row_bytes() / sizeof(uint32_t);

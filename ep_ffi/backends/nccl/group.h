@@ -1,37 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The nccl backend: one rank of an EP domain on one GPU, over NCCL EP.
-//
-// An op is done when its work is enqueued on XLA's stream. ep_prepare enqueues:
-//
-//   our kernels   check and count the choices          (kernels.cu)
-//   NCCL          all-gathers the counts and the faults
-//   our kernels   compute the outcome, slots, counts, and which choices drop
-//   NCCL EP       runs ncclEpUpdateHandle on the choices that remain
-//
-// The other ops enqueue a kernel that checks the handle they are given, then
-// ncclEpDispatch or ncclEpCombine on NCCL EP's handle in it, then a kernel that
-// writes the tail, or NaN if the routing has a fault. In checked mode two more
-// kernels check what ep_combine returns.
-//
-// Faults. The device finds a fault long after the op has returned on the host.
-// Every rank computes the same outcome of a prepare, and the host reads it
-// Reports::kWindow prepares later, at the same op on all ranks. So all ranks
-// fail at the same op, and none is left waiting in a collective. To read it,
-// the host may have to wait for the device. A fault that another op finds is
-// known to this rank only, so only Check returns it: if an op failed for it,
-// its peers would wait for this rank.
-//
-// Waiting. NCCL EP's kernels wait for their peers without a timeout. A host
-// that waits for the device gives up after timeout_s and aborts the
-// communicator. So does a host that cannot enqueue an op; its peers then fail
-// within timeout_s. A host that waits elsewhere hears of it from the watchdog.
-//
-// Order. Ranks must enqueue the same ops in the same order. A rank refuses an
-// op that shows it that two of its runs interleave. The order of the ops that
-// move rows is compared at the next prepare, on the device: a difference there
-// fails as a fault does, after wrong pairs have exchanged rows.
-
 #ifndef EP_FFI_BACKENDS_NCCL_GROUP_H_
 #define EP_FFI_BACKENDS_NCCL_GROUP_H_
 
@@ -56,9 +24,42 @@
 
 namespace ep::nccl {
 
-// Thread-safe. The lock guarantees that all ops of a rank are enqueued one
-// after another, that the reports match what was enqueued, and that nothing is
-// enqueued after a failure. It is held while the host waits for the device.
+// One rank of an EP domain on one GPU, over NCCL EP: the nccl backend.
+//
+// An op returns when its work is enqueued on XLA's stream. Prepare enqueues:
+//
+//   our kernels   check and count the choices          (kernels.cu)
+//   NCCL          all-gathers the counts and the faults
+//   our kernels   compute the outcome, slots, counts and dropped choices
+//   NCCL EP       runs ncclEpUpdateHandle on the choices that remain
+//
+// Scatter and Gather enqueue a kernel that checks the handle, then
+// ncclEpDispatch or ncclEpCombine on NCCL EP's part of the handle, then a
+// kernel that writes the tail, or NaN if the routing has a fault. In checked
+// mode two more kernels check the result of ep_combine.
+//
+// Faults: the device finds a fault long after the op has returned on the host.
+// Every rank computes the same outcome of a prepare. The host reads the outcome
+// Reports::kWindow prepares later, at the same op on all ranks, and may have to
+// wait for the device. So all ranks fail at the same op, and no rank stays
+// behind in a collective. Only this rank knows of a fault in another op, so
+// only Check returns such a fault: if an op failed for it, the peers would wait
+// for this rank.
+//
+// Waiting: NCCL EP's kernels wait for their peers without a timeout. A host
+// that waits for the device gives up after timeout_s and aborts the
+// communicator. So does a host that cannot enqueue an op; its peers then fail
+// within timeout_s. The watchdog reports a host that waits elsewhere.
+//
+// Order: ranks must enqueue the same ops in the same order. A rank refuses an
+// op that shows that two of its runs interleave. The next prepare compares the
+// order of the earlier dispatches and combines on the device. A difference
+// fails as a fault does, after wrong pairs of ops have exchanged rows.
+//
+// Thread-safe. The lock guarantees that the ops of a rank are enqueued one
+// after another, that the reports match the enqueued ops, and that nothing is
+// enqueued after a failure. The host holds the lock while it waits for the
+// device.
 class NcclGroup : public Group {
  public:
   struct Options {
@@ -66,19 +67,19 @@ class NcclGroup : public Group {
     Sizes sizes;
     int32_t rank;
     int32_t domain = 0;  // index of the EP domain in the mesh
-    int32_t device;      // as XLA numbers the devices of the process
+    int32_t device;      // XLA's number of the device in this process
     double timeout_s;    // to connect, and to wait for the device
     // See Watchdog.
     double exit_after_s = std::numeric_limits<double>::infinity();
-    // Made by NewUniqueId on one rank of the domain. Empty if the group is to
-    // have XLA's communicator, by Borrow.
+    // The result of NewUniqueId on one rank of the domain. If empty, the group
+    // has no communicator until Borrow.
     std::string unique_id;
     std::string nccl_path;  // see Libraries::Load
     std::string nccl_ep_path;
   };
 
-  // Connects the rank. Collective over the ranks of the domain, unless Borrow
-  // is to be called.
+  // Creates the group. With a unique_id, connects the rank; this is collective
+  // over the domain.
   static Status Create(const Options& options, std::shared_ptr<NcclGroup>* out);
   ~NcclGroup() override { (void)Close(); }
 
@@ -87,26 +88,26 @@ class NcclGroup : public Group {
   Status MemBytes(const Layer& layer, int64_t num_tokens,
                   int64_t* out) const override;
 
-  // Borrows XLA's communicator, before the first op. Collective over the
-  // domain.
+  // Connects the rank over XLA's communicator, before the first op. Collective
+  // over the domain.
   Status Borrow(void* communicator);
 
   void Prepare(Call call, const PrepareArgs& args) override;
   void Scatter(Call call, const ScatterArgs& args) override;
   void Gather(Call call, const GatherArgs& args) override;
 
-  // A stream ends with its program; there is no run to fail.
+  // Has no effect, because XLA ends a stream with its program.
   void FailRun(int64_t, const Status&) override {}
   Status StartTrace(const std::string& path) override;
   Status StopTrace() override;
   Status Check() override;
   Status Close() override;
 
-  // Does not wait for the lock.
+  // Returns the watchdog, without waiting for the lock.
   Watchdog& watchdog() const { return *watchdog_; }
 
  private:
-  // `communicator` is null if Borrow is to be called.
+  // `communicator` is null until Borrow.
   NcclGroup(const Options& options, std::shared_ptr<Device> device,
             std::shared_ptr<Communicator> communicator);
 
@@ -114,21 +115,21 @@ class NcclGroup : public Group {
   // the call.
   void Submit(const Call& call, const std::function<Status()>& enqueue)
       EP_EXCLUDES(mutex_);
-  // Fails if XLA does not lend the communicator that this group has.
+  // Fails if the call's communicator is not the communicator of this group.
   Status CheckLent(const Call& call) const EP_REQUIRES(mutex_);
   Status EnqueuePrepare(const Call& call, const PrepareArgs& args)
       EP_REQUIRES(mutex_);
-  // Enqueues `move`, a function of NCCL EP called `name`, and the completion of
-  // the rows that it writes. `moved` has the weights that go with them.
+  // Enqueues `move`, which gets NCCL EP's part of `mem`, and the kernels that
+  // complete the rows it writes. `moved` has the weights of these rows.
   Status EnqueueMove(const Call& call, const Mem& mem, int64_t num_tokens,
-                     const Rows& rows, Moved moved, const char* name,
-                     const std::function<ncclResult_t(ncclEpHandle_t)>& move)
+                     const Rows& rows, Moved moved,
+                     const std::function<Status(const Mem&)>& move)
       EP_REQUIRES(mutex_);
 
-  // Returns the routing in `mem` for the op that is enqueued next.
+  // Returns the routing in `mem` for the next op to enqueue.
   Routing NextRouting(const Layer& layer, int64_t num_tokens, std::byte* mem)
       EP_REQUIRES(mutex_);
-  // Notes that all of an op was enqueued. Its rows have `row_bytes` each.
+  // Records that an op was enqueued completely. Its rows have `row_bytes` each.
   void NoteEnqueued(const Call& call, const Routing& routing, int64_t row_bytes)
       EP_REQUIRES(mutex_);
 
@@ -137,16 +138,15 @@ class NcclGroup : public Group {
   Status CheckMem(const Layer& layer, int64_t num_tokens, const Mem& mem) const
       EP_REQUIRES(mutex_);
 
-  // Waits for the outcome of the oldest prepare. Gives up if that takes longer
-  // than the timeout.
+  // Waits for the outcome of the oldest prepare. Gives up after the timeout.
   Status TakeOutcome() EP_REQUIRES(mutex_);
   // Waits for the device, and returns the first fault not returned yet.
   Status Drain() EP_REQUIRES(mutex_);
-  // Aborts. From now on every op fails with `status`, to which it adds what is
-  // known of the other ranks. Returns that.
+  // Aborts, and makes every later op fail. Returns the error of these ops:
+  // `status` and the watchdog's sentence about the other ranks.
   Status GiveUp(const Status& status) EP_REQUIRES(mutex_);
-  // Gives up if this rank has not enqueued a part of an op: its peers wait for
-  // that part, and would take a part of a later op for it.
+  // Gives up if `enqueued` is an error. The peers wait for the kernel that this
+  // rank did not enqueue, and would pair with a kernel of a later op.
   Status GiveUpUnlessOk(const Status& enqueued) EP_REQUIRES(mutex_);
 
   const Options options_;
@@ -161,11 +161,11 @@ class NcclGroup : public Group {
   int64_t step_ EP_GUARDED_BY(mutex_) = 0;  // of the run of the current op
   // Hash of the ops that were enqueued since the last prepare.
   uint64_t order_ EP_GUARDED_BY(mutex_) = kHashSeed;
-  // All ops fail with it, until a communicator comes or from a failure on.
+  // The error of all ops: before the rank is connected, and after a failure.
   Status failed_ EP_GUARDED_BY(mutex_);
 };
 
-// Makes a new id for a domain. One of its ranks calls it.
+// Creates the id of a domain. One rank of the domain calls this function.
 Status NewUniqueId(const std::string& nccl_path,
                    const std::string& nccl_ep_path, std::string* out);
 

@@ -1,28 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The device side of ep_prepare, and of the ops that move rows, before and
-// after NCCL EP.
+// The kernels that run before and after NCCL EP's kernels.
 //
-// NCCL EP writes out of bounds for an id past the last expert and traps on
-// overflow. So these kernels check all choices first: each rank checks and
-// counts its own, all ranks exchange their counts, and from the counts each
-// rank computes the same outcome and the slot of each of its choices. Choices
-// that are dropped, and all choices of a routing with a fault, are passed on as
-// unused. (A routing with a fault also has counts of 0 and totals of -1.) They
-// are passed on in 64 bits: NCCL EP 0.2.0 caches narrower ones and
-// reads the cache as if they had 64 bits.
+// NCCL EP writes out of bounds for an id past the last expert, and traps on
+// overflow. So these kernels check all choices first. Each rank checks and
+// counts its own choices, all ranks exchange their counts, and each rank
+// computes from the counts the same outcome and the slots of its choices. The
+// kernels mark dropped choices, and all choices of a routing with a fault, as
+// unused. A routing with a fault also has counts of 0 and totals of -1. Choices
+// have 64 bits, because NCCL EP 0.2.0 caches narrower choices and reads the
+// cache as 64 bits wide.
 //
 // No kernel uses shared memory or a barrier of its block. Steps that need an
-// order are separate kernels, or are done by one warp.
+// order are separate kernels, or run in one warp.
 
 #include "kernels.h"
 
-#ifndef EP_NCCL_IS_FAKE  // which has its own
+#ifndef EP_NCCL_IS_FAKE  // the fake defines these functions itself
 #include "warp.h"
 
 namespace ep::nccl {
 
-// Returns the nanoseconds since 1970, as far as the GPU was told.
+// Returns the nanoseconds since 1970 on the GPU's clock.
 __device__ inline uint64_t Nanoseconds() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -58,14 +57,14 @@ __device__ Fault CheckId(const Routing& r, int32_t choice) {
   return Fault::kNone;
 }
 
-// Returns the number of choices of an expert in earlier chunks, or at first in
-// this chunk.
+// Returns the number of an expert's choices in earlier chunks; before
+// EpSumChoices, in this chunk.
 __device__ int32_t& ChunkStart(const Routing& r, int32_t chunk,
                                int32_t expert) {
   return r.chunk_starts[chunk * (r.num_experts + 1) + expert];
 }
 
-// Returns the first choice of a chunk that is wrong, or else num_choices.
+// Returns the first invalid choice of a chunk, or num_choices.
 __device__ int32_t& FirstWrong(const Routing& r, int32_t chunk) {
   return ChunkStart(r, chunk, r.num_experts);
 }
@@ -95,7 +94,7 @@ __device__ void WriteReport(Report* report, const Outcome& outcome,
   *static_cast<volatile uint64_t*>(&report->ticket) = ticket;
 }
 
-// Counts an op in host memory.
+// Writes the number of an op to a count in host memory.
 __device__ void CountOp(uint64_t number, uint64_t* count) {
   *static_cast<volatile uint64_t*>(count) = number;
 }
@@ -114,15 +113,15 @@ __device__ void EndOp(const Routing& r, int64_t rows) {
   CountOp(r.number, &r.progress->ended);
 }
 
-// Writes a report unless there is one that the host has not taken yet.
+// Writes a report unless the host has not yet taken the last one.
 __device__ void WriteFirstReport(Report* report, const Outcome& outcome) {
   if (*static_cast<volatile uint64_t*>(&report->ticket) == 0) {
     WriteReport(report, outcome, 1);
   }
 }
 
-// Returns the outcome of the routing that an op was given, or kForeignHandle if
-// it is not a routing for this op.
+// Returns the outcome of the op's routing, or kForeignHandle if the handle is
+// not a routing for this op.
 __device__ Outcome CheckHandle(const Routing& r) {
   const Header& header = *r.header;
   if (header.magic != kMagic || header.sizes != r.sizes ||
@@ -132,8 +131,8 @@ __device__ Outcome CheckHandle(const Routing& r) {
   return header.outcome;
 }
 
-// Returns the first fault of all ranks. A warp computes it; all warps of all
-// ranks find the same, since the ranks read the same `received`.
+// Returns the first fault of all ranks. All threads of a warp must call it. All
+// warps of all ranks get the same result, because `received` is the same.
 __device__ Outcome FindFault(const Routing& r) {
   const uint64_t program = Read64(WordsOf(r, 0) + kWordProgram);
   const auto differs = [&](int32_t rank) {
@@ -148,7 +147,7 @@ __device__ Outcome FindFault(const Routing& r) {
   const int32_t other = WarpFind(Lane(), r.ep_size, differs);
   const int32_t wrong = WarpFind(Lane(), r.ep_size, is_wrong);
   const int32_t full = WarpFind(Lane(), r.ep_size, is_full);
-  // The counts of another program have another meaning, so this comes first.
+  // The counts of another program have another meaning, so check this first.
   if (other < r.ep_size) return {Fault::kDisagreement, other, 0, 0, 0};
   if (wrong < r.ep_size) {
     const int32_t* words = WordsOf(r, wrong);
@@ -159,7 +158,8 @@ __device__ Outcome FindFault(const Routing& r) {
   return {Fault::kNone, 0, 0, 0, 0};
 }
 
-// Writes the header, the totals and the report. A warp does.
+// Writes the header, the totals and the report. All threads of a warp must call
+// it.
 __device__ void WriteOutcome(const Routing& r, const Outcome& outcome) {
   const int32_t largest =
       WarpMax(Lane(), r.ep_size, [&](int32_t rank) { return r.needs[rank]; });
@@ -177,7 +177,7 @@ __device__ void WriteOutcome(const Routing& r, const Outcome& outcome) {
   WriteReport(r.report, outcome, r.ticket);
 }
 
-// Writes the sizes of a slab of this rank.
+// Writes the sizes of an expert segment of this rank.
 __device__ void WriteSlab(const Routing& r, int32_t j, bool failed) {
   const int32_t expert = r.rank * r.num_local + j;
   const int32_t total = failed ? 0 : r.totals[expert];
@@ -209,8 +209,8 @@ __device__ void Fill(int64_t row, int32_t width, uint32_t value,
 
 }  // namespace
 
-// Counts the choices of each expert in a chunk, and finds the first choice that
-// is wrong. Runs a block per chunk.
+// Counts the choices of each expert in a chunk, and finds the first invalid
+// choice. Runs a block per chunk.
 extern "C" __global__ void EpCountChoices(Routing r) {
   const int32_t chunk = blockIdx.x;
   const int32_t first = chunk * kChunk;
@@ -258,8 +258,9 @@ extern "C" __global__ void EpSumChoices(Routing r) {
   Write64(r.program, words + kWordProgram);
 }
 
-// Computes where slabs begin and how many slots each rank needs. Runs a warp
-// per rank, after `sent` of all ranks has been gathered in `received`.
+// Computes the offsets of the expert segments and the number of slots that each
+// rank needs. Runs a warp per rank, after the all-gather of `sent` to
+// `received`.
 extern "C" __global__ void EpPlaceSlabs(Routing r) {
   const int32_t rank = WarpIndex();
   if (rank >= r.ep_size) return;
@@ -281,9 +282,9 @@ extern "C" __global__ void EpPlaceSlabs(Routing r) {
   if (Lane() == 0) r.needs[rank] = need;
 }
 
-// Writes the outcome of the routing, how many rows and tokens the slabs of this
-// rank have, which choices are kept, and the choices that NCCL EP may see. Runs
-// a thread per choice, and at least one per local expert, in whole warps.
+// Writes the outcome of the routing, the sizes of this rank's expert segments,
+// the kept choices, and the choices for NCCL EP. Runs a thread per choice, at
+// least one per local expert, in whole warps.
 extern "C" __global__ void EpWriteRouting(Routing r) {
   const Outcome outcome = FindFault(r);
   const bool failed = outcome.fault != Fault::kNone;
@@ -296,11 +297,10 @@ extern "C" __global__ void EpWriteRouting(Routing r) {
   r.kept[i] = kept;
 }
 
-// Writes zeros over a handle that is not a routing for this op, before NCCL EP
-// reads it. NCCL EP does not check it, and would trap, or read and write out of
-// bounds; zeros are a routing without choices. If it was a routing for another
-// op, that op will report that it is not a routing any more. Runs any number of
-// threads.
+// Overwrites a handle that is not a routing for this op with zeros, a routing
+// without choices. NCCL EP does not check handles, and would trap or access
+// memory out of bounds. If the handle was a routing for another op, that op
+// will report a foreign handle. Runs any number of threads.
 extern "C" __global__ void EpClearForeign(Routing r) {
   if (ThreadIndex() == 0) BeginOp(r);
   if (CheckHandle(r).fault != Fault::kForeignHandle) return;
@@ -311,9 +311,8 @@ extern "C" __global__ void EpClearForeign(Routing r) {
   r.header->magic = 0;
 }
 
-// Writes the tail of the rows, slots or tokens, which NCCL EP does not write.
-// If the routing has a fault, writes NaN to all rows. Runs any number of
-// blocks, which take turns at the rows.
+// Writes the tail of the rows, which NCCL EP does not write. If the routing has
+// a fault, writes NaN to all rows. Runs any number of blocks.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
   if (ThreadIndex() == 0) {
     EndOp(r, r.header->num_slots);
@@ -336,7 +335,7 @@ extern "C" __global__ void EpFinish(Routing r, Moved m) {
 }
 
 // Finds the first element of combine's result that is not finite. Runs a block
-// per row. EpFinish has set `header->not_finite` to zero.
+// per row, after EpFinish has set `header->not_finite` to zero.
 extern "C" __global__ void EpFindNotFinite(Routing r, Moved m) {
   if (CheckHandle(r).fault != Fault::kNone) return;
   const int64_t row = blockIdx.x;
@@ -351,7 +350,7 @@ extern "C" __global__ void EpFindNotFinite(Routing r, Moved m) {
   }
 }
 
-// Reports the element that EpFindNotFinite has found. Runs one thread.
+// Reports the element that EpFindNotFinite found. Runs one thread.
 extern "C" __global__ void EpReportNotFinite(Routing r, Moved m) {
   if (threadIdx.x != 0 || CheckHandle(r).fault != Fault::kNone) return;
   if (r.header->not_finite == 0) return;

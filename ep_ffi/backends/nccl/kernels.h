@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The types that host and device code of the nccl backend share. NVRTC compiles
-// the device side without the standard library, so there are only integers of
-// fixed width here.
+// The types that host and device code share. NVRTC compiles the device code
+// without the standard library.
 
 #ifndef EP_FFI_BACKENDS_NCCL_KERNELS_H_
 #define EP_FFI_BACKENDS_NCCL_KERNELS_H_
@@ -20,49 +19,48 @@ using uint64_t = unsigned long long;
 namespace ep::nccl {
 
 // Errors that the device finds in a routing or in the result of combine. The
-// host makes a message of each.
+// host turns them into messages.
 enum class Fault : int32_t {
   kNone,
   kIdOutOfRange,   // topk_idx[choice] of `rank` is `value`
   kRepeatedId,     // topk_idx[choice] of `rank` repeats `value`
-  kOtherPlace,     // the program of `rank` has it at `value`, see
+  kOtherPlace,     // in the program's mesh `rank` is at `value`; see
                    // PrepareArgs::place
   kDisagreement,   // `rank` and rank 0 run different programs
   kOverflow,       // `rank` needs `value` rows
-  kForeignHandle,  // the mem of `rank` is not a routing for this op
-  kNotFinite,      // out[choice, value] of `rank`, where choice is a token, is
-                   // not finite in `op`
+  kForeignHandle,  // handle.mem of `rank` is not a routing for this op
+  kNotFinite,      // out[choice, value] of `op` on `rank` is not finite; here
+                   // `choice` is a token
 };
 
-// The first fault of an op, or Fault::kNone, and where it is.
+// The first fault of an op and its position, or Fault::kNone.
 struct Outcome {
   Fault fault;
   int32_t rank;
   int32_t choice;
-  int32_t op;  // number of an op, which the host has assigned
+  int32_t op;  // the number of the op, which the host assigns
   int64_t value;
 };
 
-// Host memory into which the device writes an outcome. It writes `ticket` last.
+// Host memory to which the device writes an outcome, and `ticket` last.
 struct Report {
   Outcome outcome;
   uint64_t ticket;
 };
 
-// Host memory in which the device counts the ops of a group. They have numbers
-// from 1 on, in the order in which they are enqueued.
+// Host memory in which the device counts the ops of a group. Ops have the
+// numbers 1, 2, ... in the order in which the host enqueues them.
 struct Progress {
   uint64_t begun;  // the last op that has begun
-  uint64_t ended;  // the last op of which NCCL EP's part has ended. Of a
-                   // prepare it has not, but all ranks have met.
+  uint64_t ended;  // the last op in which all ranks have met: a prepare after
+                   // the all-gather, any other op after NCCL EP's kernel
 };
 
-// Host memory into which the device writes, for a trace, when an op began and
-// ended, in nanoseconds, and its slots; of a prepare, the rows wanted.
+// Host memory to which the device writes the trace of an op.
 struct Stamp {
-  uint64_t begun;
-  uint64_t ended;
-  int64_t rows;
+  uint64_t begun;  // nanoseconds
+  uint64_t ended;  // nanoseconds
+  int64_t rows;    // used slots; of a prepare, the required rows
 };
 
 // The first bytes of EpHandle.mem.
@@ -70,10 +68,10 @@ struct Header {
   uint64_t magic;
   uint64_t sizes;  // hash of the sizes of the exchange
   int32_t rank;
-  int32_t num_slots;  // used, padding included
+  int32_t num_slots;  // used slots, including padding
   Outcome outcome;
-  // Stored as ~element, so that atomicMax keeps the first element of combine's
-  // rows that is not finite. Zero if there is none.
+  // ~i, where i is the first element of combine's rows that is not finite, or
+  // zero. The complement lets atomicMax find the first element.
   uint64_t not_finite;
 };
 
@@ -81,8 +79,7 @@ constexpr uint64_t kMagic = 0x316e6c63636e7065;  // "epnccln1"
 constexpr int32_t kHeaderBytes = 64;
 static_assert(sizeof(Header) <= kHeaderBytes, "");
 
-// The words that a rank sends to all ranks after the number of its choices per
-// expert [E].
+// The words that a rank sends to all ranks after its choices per expert [E].
 enum Word : int32_t {
   kWordFault,
   kWordChoice,
@@ -93,14 +90,15 @@ enum Word : int32_t {
 
 constexpr int32_t kWarp = 32;  // threads
 
-// Choices per chunk. The slot of a choice is the number of choices of the same
-// expert in earlier chunks, plus the number before it in its own chunk.
+// Choices per chunk. The position of a choice in its expert's queue is the
+// number of that expert's choices in earlier chunks, plus those before the
+// choice in the same chunk.
 constexpr int32_t kChunk = 256;
 
-constexpr uint32_t kNan = 0xffffffff;  // is NaN in every float type
+constexpr uint32_t kNan = 0xffffffff;  // NaN in every float type
 
-// A routing in device memory. All arrays are parts of EpHandle.mem, except the
-// inputs and outputs of ep_prepare.
+// A routing in device memory. The arrays are in EpHandle.mem, except the inputs
+// and outputs of ep_prepare.
 struct Routing {
   int32_t num_experts, num_local, ep_size, rank;
   int32_t num_choices, num_chunks, top_k, capacity, alignment;
@@ -109,20 +107,20 @@ struct Routing {
   uint64_t program;      // hash of the op and its sizes; equal on all ranks
   const void* topk_idx;  // [T K]
   const int32_t* place;  // [2], see PrepareArgs::place; or null
-  int32_t index;         // the value of place[0] in the mesh of the group
+  int32_t index;         // place[0] in the mesh of the group
 
   Header* header;
   int64_t* choices;       // [T K] expert, -1 if unused, invalid or dropped
   int32_t* chunk_starts;  // [chunks][E + 1] choices of an expert in earlier
-                          // chunks; at E, the chunk's first that is wrong
+                          // chunks; at E, the chunk's first invalid choice
   int32_t* sent;          // [E + kWords]
   int32_t* received;      // [P][E + kWords], `sent` of each rank
   int32_t* totals;        // [E] choices of all ranks
   int32_t* before;        // [E] choices of lower ranks
-  int32_t* offsets;       // [E] first slot of the slab, on its rank
-  int32_t* needs;         // [P] slots that a rank would need
+  int32_t* offsets;       // [E] first slot of the expert segment, on its rank
+  int32_t* needs;         // [P] slots that a rank needs
 
-  uint32_t* nccl_ep_words;  // [num_nccl_ep_words] the part of NCCL EP
+  uint32_t* nccl_ep_words;  // [num_nccl_ep_words] NCCL EP's part of the handle
   int64_t num_nccl_ep_words;
 
   int32_t* group_sizes;        // [L]
@@ -137,25 +135,24 @@ struct Routing {
   Progress* progress;
   uint64_t number;  // of the op
 
-  Stamp* stamp;           // null if there is no trace
+  Stamp* stamp;           // null without a trace
   int32_t* stamp_counts;  // [2][L] of a prepare: tokens, dropped choices
 };
 
-// The rows and weights that dispatch, combine or their backward returns, after
-// NCCL EP has written them.
+// The rows and weights that an op other than prepare returns.
 struct Moved {
   int32_t num_rows;
   int32_t row_words;  // of 32 bits
   int32_t weights_per_row;
-  int32_t fill_tail;  // whether rows from header->num_slots on become `tail`
+  int32_t fill_tail;  // whether to write `tail` from row header->num_slots on
   uint32_t tail;
   uint32_t* rows;
   uint32_t* weights;  // [rows][weights_per_row], or null
   Report* report;     // for the first fault
 
-  // These are set for a combine in checked mode only.
+  // Set only for a combine in checked mode.
   int32_t row_elements;
-  uint32_t exponent;  // the bits that are all ones in a number not finite
+  uint32_t exponent;  // the bits that are all ones in NaN and infinity
   int32_t op;         // see Outcome::op
 };
 

@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/nccl/libraries.h"
 
+#include <dlfcn.h>
 #include <link.h>
 
 #include <cstring>
 #include <set>
 
-#include "ep_ffi/backends/nccl/symbols.h"
-
 namespace ep::nccl {
 namespace {
 
-// The only versions that work. Our structs and limits belong to this NCCL EP;
-// in a later one, for example, rows have no fixed order unless
-// NCCL_EP_HT_EM_AG_SCAN_MODE is 1. This NCCL EP works with this NCCL only: its
-// host code passes ncclDevComm to its kernels by value, in the layout of the
-// headers that it was built with, but it compiles the kernels with the headers
-// that are installed. From NCCL 2.31 on the struct is larger, so that the
-// arguments after it are in another place. With an NCCL before 2.30.7,
-// ncclEpCreateGroup ends the process.
+// The supported versions.
+//
+// Our structs and limits match NCCL EP 0.2.0. In a later version, for example,
+// the order of rows is fixed only if NCCL_EP_HT_EM_AG_SCAN_MODE is 1.
+//
+// NCCL EP 0.2.0 works with NCCL 2.30.7 only. Its host code passes ncclDevComm
+// by value, in the layout of the headers that NCCL EP was built with, but
+// compiles its kernels with the installed headers. From NCCL 2.31 on the struct
+// is larger, which shifts the arguments after it. With an NCCL before 2.30.7,
+// ncclEpCreateGroup terminates the process.
 constexpr int kNccl = 23007;
 constexpr int kNcclEp = 200;
 
@@ -26,7 +27,7 @@ std::string VersionText(int code) {
   return StrCat(code / 10000, ".", code / 100 % 100, ".", code % 100);
 }
 
-// Returns the files of all NCCLs that the process has loaded.
+// Returns the paths of all NCCL libraries in the process.
 std::set<std::string> LoadedNccls() {
   std::set<std::string> files;
   dl_iterate_phdr(
@@ -41,6 +42,60 @@ std::set<std::string> LoadedNccls() {
       &files);
   return files;
 }
+
+// The name of a function in its library. It may differ from the name in the
+// source, because cuda.h renames some functions by macros.
+#define EP_STRING(text) #text
+#define EP_SYMBOL(function) EP_STRING(function)
+
+// Opens the library `soname` if the process has loaded it, otherwise the file
+// `path`, otherwise `soname` on the system's search path. Never closes it,
+// because NCCL and NCCL EP leave threads and kernels behind.
+Status Open(const char* soname, const std::string& path, void** out) {
+  *out = dlopen(soname, RTLD_NOW | RTLD_NOLOAD);
+  if (!*out && !path.empty()) *out = dlopen(path.c_str(), RTLD_NOW);
+  if (!*out && path.empty()) *out = dlopen(soname, RTLD_NOW);
+  if (*out) return Status();
+  return Status(Code::kFailedPrecondition,
+                StrCat("cannot load ", path.empty() ? soname : path.c_str(),
+                       ": ", dlerror(),
+                       "; install the packages that docs/gpu.md lists, or say "
+                       "where they are"));
+}
+
+// Finds the functions of one library, which it loads when it looks for the
+// first one.
+class Symbols {
+ public:
+  Symbols(const char* soname, const std::string& path)
+      : soname_(soname), path_(path) {}
+
+  template <typename Function>
+  void Find(const char* name, Function* out) {
+    // A test defines the functions in the program itself.
+    void* symbol = dlsym(RTLD_DEFAULT, name);
+    if (!symbol && status_.ok() && !library_) {
+      status_ = Open(soname_, path_, &library_);
+    }
+    if (!symbol && library_) symbol = dlsym(library_, name);
+    if (!symbol && status_.ok()) {
+      status_ = Status(Code::kFailedPrecondition,
+                       StrCat(soname_, " has no ", name,
+                              "; it is too old, docs/gpu.md lists the "
+                              "versions that work"));
+    }
+    *out = reinterpret_cast<Function>(symbol);
+  }
+
+  // Returns an error if Find has missed a function.
+  const Status& status() const { return status_; }
+
+ private:
+  const char* const soname_;
+  const std::string path_;
+  void* library_ = nullptr;
+  Status status_;
+};
 
 }  // namespace
 

@@ -1,10 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The functions of NCCL, NCCL EP and the CUDA driver, found at run time.
-//
-// A process must have only one NCCL, and JAX loads its own. So this library
-// links none, and takes an NCCL that the process has loaded already, if any.
-
 #ifndef EP_FFI_BACKENDS_NCCL_LIBRARIES_H_
 #define EP_FFI_BACKENDS_NCCL_LIBRARIES_H_
 
@@ -19,7 +14,7 @@
 
 namespace ep::nccl {
 
-// All functions that this backend calls. //third_party/cuda:symbols_test parses
+// The functions that this backend calls. //third_party/cuda:symbols_test parses
 // these lists.
 #define EP_CUDA_FUNCTIONS(F)   \
   F(cuCtxPopCurrent)           \
@@ -35,7 +30,6 @@ namespace ep::nccl {
   F(cuMemFreeHost)             \
   F(cuMemGetInfo)              \
   F(cuMemHostAlloc)            \
-  F(cuMemHostGetDevicePointer) \
   F(cuModuleGetFunction)       \
   F(cuModuleLoadData)          \
   F(cuModuleUnload)
@@ -62,6 +56,11 @@ namespace ep::nccl {
   F(ncclEpInitHandle)           \
   F(ncclEpUpdateHandle)
 
+// The functions of NCCL, NCCL EP and the CUDA driver, which Load finds at run
+// time.
+//
+// A process must have only one NCCL, and JAX loads its own. So this backend
+// links none, and uses the NCCL that the process has loaded, if any.
 struct Libraries {
 #define EP_MEMBER(function) decltype(&::function) function;
   EP_CUDA_FUNCTIONS(EP_MEMBER)
@@ -69,13 +68,13 @@ struct Libraries {
   EP_NCCL_EP_FUNCTIONS(EP_MEMBER)
 #undef EP_MEMBER
 
-  // Finds all functions, and checks the versions. `nccl` and `nccl_ep` are
-  // files to load if the process has not loaded these libraries. If empty, the
+  // Finds all functions, and checks the versions. `nccl` and `nccl_ep` are the
+  // paths of libraries that the process has not loaded; if a path is empty, the
   // system's search path decides.
   static Status Load(const std::string& nccl, const std::string& nccl_ep,
                      Libraries* out);
 
-  // Returns the error of a call of the function `what`, if it has failed.
+  // Returns an error that names the function `what` unless `result` is success.
   Status Check(CUresult result, const char* what) const;
   Status Check(ncclResult_t result, const char* what) const;
 };

@@ -10,39 +10,38 @@ namespace {
 
 constexpr int64_t kMaxLocalExperts = 256;
 constexpr int64_t kMaxTopK = 32;
-constexpr int64_t kMaxSms = 16;         // the number of its barriers
-constexpr int64_t kExpertMultiple = 4;  // for the experts of an NVLink domain
-constexpr int64_t kWidthMultiple = 8;   // elements that combine adds at once
-constexpr int64_t kRowMultiple = 16;    // bytes that a copy moves at once
+constexpr int64_t kMaxSms = 16;         // NCCL EP's number of barriers
+constexpr int64_t kExpertMultiple = 4;  // of the experts of an NVLink domain
+constexpr int64_t kWidthMultiple = 8;   // elements per addition of combine
+constexpr int64_t kRowMultiple = 16;    // bytes per copy instruction
 
-// Slots that 22 bits can count. NCCL EP packs them so in the layouts of
-// NCCL_EP_HT_EM_LOCAL_DUP and NCCL_EP_HT_EM_NVLINK_DUP. Our layout has 32 bits
-// for them, but the assertions on its constants are for 22.
+// NCCL EP asserts that 22 bits can count the slots. Only the layouts of
+// NCCL_EP_HT_EM_LOCAL_DUP and NCCL_EP_HT_EM_NVLINK_DUP need this; our layout
+// has 32 bits.
 constexpr int64_t kMaxCapacity = int64_t{1} << 22;
 
-// A thread block of NCCL EP's kernels takes kTokensPerSm or
-// kTokensAcrossNvlinks tokens at once, keeps kMapStages maps of their slots,
+// A thread block of NCCL EP's kernels processes kTokensPerSm or
+// kTokensAcrossNvlinks tokens together, keeps kMapStages maps of their slots,
 // and has at least kRowStages rows in flight.
 constexpr int64_t kDefaultSms = 16;
 constexpr int64_t kTokensPerSm = 4;
 constexpr int64_t kTokensAcrossNvlinks = 64;
 constexpr int64_t kMapStages = 2;
 constexpr int64_t kRowStages = 3;
-constexpr int64_t kBarriers = 16;        // bytes for a row in flight
+constexpr int64_t kBarriers = 16;        // bytes per row in flight
 constexpr int64_t kMapBarriers = 24;     // bytes
-constexpr int64_t kDispatchRegion = 72;  // bytes that describe a region
-constexpr int64_t kCombineRegion = 40;   // bytes that describe a region
+constexpr int64_t kDispatchRegion = 72;  // bytes of a region's descriptor
+constexpr int64_t kCombineRegion = 40;   // bytes of a region's descriptor
 constexpr int64_t kSharedMultiple = 128;
 
 int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Returns the bytes of shared memory that dispatch and combine need at least.
-// They need most in the directions with weights. `links` is the number of
-// NVLink domains.
+// Returns the minimum bytes of shared memory for dispatch and combine, in the
+// directions with weights, which need more.
 int64_t SharedBytes(const Sizes& s, int64_t nvlink_ranks) {
-  const int64_t links = s.ep_size / nvlink_ranks;
+  const int64_t links = s.ep_size / nvlink_ranks;  // NVLink domains
   const bool far = links > 1;
   const int64_t sms = s.max_num_sms > 0 ? s.max_num_sms : kDefaultSms;
   const int64_t chunk =
@@ -76,8 +75,8 @@ int64_t GroupBytes(const Sizes& s, int64_t nvlink_ranks) {
   const int64_t experts = s.num_local() * nvlink_ranks;
   const int64_t weights = experts * sizeof(float);
   // Buffers for the tokens of all ranks in both directions, for the weights of
-  // slots in both directions, for scales of slots, which we do not use, and a
-  // bitmap of the choices.
+  // slots in both directions, for unused scales of slots, and for a bitmap of
+  // the choices.
   int64_t bytes = kWorkspace + 2 * s.ep_size * tokens * row +
                   2 * s.capacity * weights + s.capacity * row +
                   s.ep_size * tokens * ((experts + 7) / 8) * links;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The limits of NCCL EP's high-throughput algorithm. They are checked here
-// first, because NCCL EP ends the process if they are exceeded, or its kernels
-// write out of bounds. The figures come from the sources of NCCL EP 0.2.0, for
-// groups without registered windows and quantization.
+// The limits of NCCL EP's high-throughput algorithm. Beyond a limit, NCCL EP
+// terminates the process or its kernels write out of bounds, so this backend
+// checks the limits first. The numbers come from the sources of NCCL EP 0.2.0,
+// for groups without registered windows and quantization.
 
 #ifndef EP_FFI_BACKENDS_NCCL_LIMITS_H_
 #define EP_FFI_BACKENDS_NCCL_LIMITS_H_
@@ -15,14 +15,14 @@
 
 namespace ep::nccl {
 
-// The sizes that are fixed when a group is created.
+// The sizes of a group.
 struct Sizes {
   int64_t num_experts;
   int64_t ep_size;
-  int64_t max_tokens;     // tokens of a rank in one op
-  int64_t capacity;       // receive rows of a rank, the most of a layer
-  int64_t max_row_bytes;  // bytes of a token
-  int64_t max_num_sms;    // 0: automatic
+  int64_t max_tokens;  // tokens of a rank in one op
+  int64_t capacity;    // receive rows of a rank, the maximum over layers
+  int64_t max_row_bytes;
+  int64_t max_num_sms;  // 0: automatic
 
   int64_t num_local() const { return num_experts / ep_size; }
   // Rounds up to a multiple of four, which every NVLink domain accepts.
@@ -31,13 +31,13 @@ struct Sizes {
 
 // The properties of a machine that only a connected rank knows.
 struct Machine {
-  bool device_api;       // whether NCCL's kernels may be called by others
+  bool device_api;       // whether other libraries may use NCCL on the device
   int64_t nvlink_ranks;  // ranks of the EP domain in each NVLink domain
-  int64_t shared_bytes;  // shared memory that a block of threads may have
+  int64_t shared_bytes;  // limit of a thread block's shared memory
   int64_t free_bytes;    // free memory of the GPU
 };
 
-// Each of these returns an error that names the limit, if one is exceeded.
+// Return an error that names the limit, if the arguments exceed one.
 Status CheckSizes(const Sizes& sizes);
 Status CheckMachine(const Sizes& sizes, const Machine& machine);
 Status CheckLayer(const Sizes& sizes, const Layer& layer, int64_t num_tokens);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The conformance suite, and tests of what the ops return, and of what they
-// leave unchanged.
+// The conformance suite, and tests of the outputs and side effects of ops.
 
 #include <gtest/gtest.h>
 
@@ -18,8 +17,7 @@ EP_INSTANTIATE_CONFORMANCE(Lent, LentNccl());
 
 using MovesTest = NcclGroupTest;
 
-// Each step copies its inputs, so every op gets mem at another address. Here
-// ops also alternate between routings of different sizes.
+// Each step copies its inputs, so each op gets `mem` at another address.
 TEST_F(MovesTest, OpsOfTwoLayersAlternate) {
   const Domain domain = MakeDomain(kWorld);
   PlanDims other = kDims;
@@ -48,8 +46,7 @@ TEST_F(MovesTest, RoutingsWithoutTokensOrChoicesWork) {
   }
 }
 
-// There are more choices than one block of threads counts, and more than the
-// capacity.
+// The choices exceed one chunk and the capacity.
 TEST_F(MovesTest, ManyChoicesOfFewExpertsWork) {
   const PlanDims dims = {
       /*num_experts=*/4, /*ep_size=*/2,    /*num_tokens=*/700,
@@ -62,8 +59,7 @@ TEST_F(MovesTest, ManyChoicesOfFewExpertsWork) {
 }
 
 // NCCL EP uses the end of a handle as scratch memory, although XLA treats the
-// handle as constant. No op reads what another has left there, and the bytes
-// before it stay as they are.
+// handle as constant. No op reads the scratch bytes of another op.
 TEST_F(MovesTest, OpsChangeOnlyTheScratchMemoryOfAHandle) {
   const Domain domain = MakeDomain(kWorld);
   Routed routed = PrepareRandom(domain, kDims);
@@ -85,8 +81,7 @@ TEST_F(MovesTest, OpsChangeOnlyTheScratchMemoryOfAHandle) {
   }
 }
 
-// Writing the tail takes time, and a layer with an unspecified tail never reads
-// it.
+// Writing the tail takes time.
 TEST_F(MovesTest, AnUnspecifiedTailIsNotWritten) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
@@ -107,8 +102,8 @@ TEST_F(MovesTest, AnUnspecifiedTailIsNotWritten) {
   }
 }
 
-// A launch takes some microseconds, and an op of a small step few more.
-TEST_F(MovesTest, OpsEnqueueNoMoreThanThis) {
+// A launch takes some microseconds, a large part of a small op's time.
+TEST_F(MovesTest, OpsEnqueueTheseKernelsOnly) {
   const Domain domain = MakeDomain(kWorld);
   using Names = std::vector<std::string>;
   const auto enqueued = [&] {

@@ -4,6 +4,7 @@
 #include <thread>
 
 namespace ep::nccl {
+
 NcclGroup* NcclRanks::OnDevice(int32_t device) {
   if (ranks_.size() == 1) return &first();
   for (const Rank& rank : ranks_) {
@@ -35,7 +36,7 @@ Status NcclRanks::Check() {
   return first_failure;
 }
 
-// The ranks of a domain disconnect together.
+// Disconnecting is collective, so the ranks close in parallel.
 Status NcclRanks::Close() {
   std::vector<std::thread> threads;
   for (const Rank& rank : ranks_) {

@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The ranks of a group in this process. Each has a GPU of its own, on which XLA
-// calls the ops from a thread of its own.
-
 #ifndef EP_FFI_BACKENDS_NCCL_RANKS_H_
 #define EP_FFI_BACKENDS_NCCL_RANKS_H_
 
@@ -18,19 +15,22 @@
 
 namespace ep::nccl {
 
-// Thread-safe, as its ranks are.
+// The ranks of a group in this process, all of one EP domain. Each rank has its
+// own GPU, and XLA calls the ops of each GPU from a separate thread.
+//
+// Thread-safe.
 class NcclRanks : public Group {
  public:
   struct Rank {
-    int32_t device;  // as XLA numbers the devices of the process
+    int32_t device;  // XLA's number of the device in this process
     std::shared_ptr<NcclGroup> group;
   };
 
-  // There is at least one rank. All are of one EP domain.
+  // `ranks` is not empty.
   explicit NcclRanks(std::vector<Rank> ranks) : ranks_(std::move(ranks)) {}
   ~NcclRanks() override { (void)Close(); }
 
-  // Returns the group of a rank, by its place in the list; null if it has none.
+  // Returns the group of the i-th rank, or null if there is no such rank.
   NcclGroup* At(size_t i) const {
     return i < ranks_.size() ? ranks_[i].group.get() : nullptr;
   }
@@ -55,7 +55,7 @@ class NcclRanks : public Group {
     OnDevice(call.device)->Gather(std::move(call), args);
   }
 
-  // A stream ends with its program; there is no run to fail.
+  // Has no effect, because XLA ends a stream with its program.
   void FailRun(int64_t, const Status&) override {}
   Status StartTrace(const std::string& path) override;
   Status StopTrace() override { return first().StopTrace(); }

@@ -13,7 +13,7 @@ namespace ep::nccl {
 
 void Reports::Begin(Routing* routing) {
   routing->ticket = ++last_ticket_;
-  routing->report = device_->device_report(routing->ticket % kWindow);
+  routing->report = device_->report(routing->ticket % kWindow);
 }
 
 void Reports::Add(const std::string& op, const Layer& layer) {
@@ -73,7 +73,7 @@ Status Reports::ToStatus(const Outcome& outcome, const Prepare& prepare) const {
                                 PlaceIndex(sizes_, domain_, outcome.rank),
                                 sizes_.ep_size));
     case Fault::kOverflow: {
-      const Status status =  // its message names the rank
+      const Status status =  // with a message that names the rank
           Overflow(outcome.rank, outcome.value, prepare.capacity);
       return Status(status.code(), StrCat(prepare.op, ": ", status.message()));
     }

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The outcomes of ops, which the device reports and the host reads later.
-
 #ifndef EP_FFI_BACKENDS_NCCL_REPORTS_H_
 #define EP_FFI_BACKENDS_NCCL_REPORTS_H_
 
@@ -20,18 +18,21 @@
 
 namespace ep::nccl {
 
-// Returns the place of a rank in the mesh of its group; see PrepareArgs::place.
+// Returns the position of a rank in the mesh of its group; see
+// PrepareArgs::place.
 inline int64_t PlaceIndex(const Sizes& sizes, int32_t domain, int32_t rank) {
   return domain * sizes.ep_size + rank;
 }
 
-// Every prepare has a report of its own until the host has read it. All other
-// ops share one report, which keeps their first fault until the host reads it.
+// The outcomes of ops. The device writes an outcome to a report, and the host
+// reads the report later. Each prepare has its own report until the host reads
+// it. All other ops share one report, which keeps their first fault until the
+// host reads it.
 //
-// Not thread-safe: the lock of the group guards it.
+// Not thread-safe.
 class Reports {
  public:
-  // The most prepares whose outcome the host has not read.
+  // The maximum number of prepares whose outcome the host has not read.
   static constexpr size_t kWindow = 8;
   static constexpr int32_t kNumReports = kWindow + 1;
 
@@ -46,18 +47,17 @@ class Reports {
   bool empty() const { return prepares_.empty(); }
   bool full() const { return prepares_.size() == kWindow; }
 
-  // Sets where, and with which ticket, the kernels of a new prepare report.
+  // Sets the report and the ticket of a new prepare.
   void Begin(Routing* routing);
-  // Adds the prepare of a layer that was enqueued after Begin. `op` is its
-  // name.
+  // Adds the prepare called `op`, which was enqueued after Begin.
   void Add(const std::string& op, const Layer& layer);
-  // Waits for the oldest prepare and removes it. Returns false if it did not
-  // run within the timeout. In either case `out` says what was wrong.
+  // Waits for the oldest prepare, removes it, and sets `out` to its error.
+  // Returns false if the prepare did not run within the timeout.
   bool TakeOldest(Status* out);
 
-  // Returns where the other ops report.
-  Report* shared() const { return device_->device_report(kShared); }
-  // Returns a number by which the device names `op` in the shared report.
+  // Returns the report of the other ops.
+  Report* shared() const { return device_->report(kShared); }
+  // Returns the number of `op` in the shared report.
   int32_t NumberOf(const std::string& op);
   // Returns the fault in the shared report, and clears it.
   Status TakeShared();
@@ -80,7 +80,7 @@ class Reports {
   const double timeout_s_;
 
   uint64_t last_ticket_ = 0;
-  std::deque<Prepare> prepares_;           // the oldest first
+  std::deque<Prepare> prepares_;           // oldest first
   std::vector<std::string> numbered_ops_;  // by number
 };
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kAlignment = 256;
 
-// Divides a buffer into arrays. Without a buffer, only counts the bytes.
+// Divides a buffer into arrays. With a null buffer, only counts the bytes.
 class Carver {
  public:
   explicit Carver(std::byte* base) : base_(base) {}
@@ -48,9 +48,8 @@ Carver Carve(std::byte* mem, Routing* r) {
   return carver;
 }
 
-// Hashes the sizes that must be equal in an op and its handle. The overflow
-// policy need not be: the first of two prepares may drop for a layer that
-// fails.
+// Hashes the sizes that must be equal in an op and its handle. Leaves out the
+// overflow policy: the first of two prepares may drop for a layer that fails.
 uint64_t HashSizes(const Routing& r) {
   return Hash({r.num_experts, r.ep_size, r.num_choices, r.top_k, r.capacity,
                r.alignment});

@@ -9,93 +9,96 @@
 namespace ep::nccl {
 namespace {
 
-// The step of a run that is refused.
 constexpr int64_t kRefused = -1;
 
-class RunsTest : public ::testing::Test {
- protected:
-  // Enters an op, and returns the step of its run.
-  int64_t Enter(int64_t run_id, const std::string& program,
-                int64_t position = 0, int64_t clone = 0) {
-    const Site site = MakeSite({}, program, position, clone);
-    Call call = {};
-    call.site = &site;
-    call.run_id = run_id;
-    int64_t step = kRefused;
-    const Status status = runs_.Enter(call, &step);
-    message_ = status.message();
-    EXPECT_EQ(status.ok(), step != kRefused);
-    return step;
-  }
-
-  Runs runs_;
-  std::string message_;
+// An op that enters, and the expected step of its run, or kRefused.
+struct Entry {
+  int64_t run_id;
+  std::string program;
+  int64_t position, clone;
+  int64_t step;
 };
 
-TEST_F(RunsTest, RunsInTurnAreCountedByProgram) {
+// Enters the ops, and returns the last error message.
+std::string ExpectSteps(const std::vector<Entry>& entries) {
+  Runs runs;
+  std::string message;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    SCOPED_TRACE(i);
+    const Entry& entry = entries[i];
+    const Site site = MakeSite({}, entry.program, entry.position, entry.clone);
+    Call call = {};
+    call.site = &site;
+    call.run_id = entry.run_id;
+    int64_t step = kRefused;
+    const Status status = runs.Enter(call, &step);
+    EXPECT_EQ(entry.step, status.ok() ? step : kRefused);
+    if (!status.ok()) message = status.message();
+  }
+  return message;
+}
+
+TEST(RunsTest, ConsecutiveRunsAreCountedByProgram) {
+  std::vector<Entry> entries;
   for (int64_t step = 0; step < 100; ++step) {
-    for (int64_t position : {0, 1, 0, 1}) {  // as in a loop
-      EXPECT_EQ(step, Enter(1000 + step, "train", position));
+    for (int64_t position : {0, 1, 0, 1}) {  // a loop
+      entries.push_back({1000 + step, "train", position, 0, step});
     }
     if (step % 10 == 0) {
-      EXPECT_EQ(step / 10, Enter(5000 + step, "eval"));
+      entries.push_back({5000 + step, "eval", 0, 0, step / 10});
     }
   }
+  ExpectSteps(entries);
 }
 
-TEST_F(RunsTest, ARunThatGoesOnAfterAnotherIsRefused) {
-  Enter(1, "train", 0);
-  Enter(2, "eval", 0);
-  EXPECT_EQ(kRefused, Enter(1, "train", 1));
+TEST(RunsTest, ARunThatContinuesAfterAnotherRunIsRefused) {
+  const std::string message = ExpectSteps({{1, "train", 0, 0, 0},
+                                           {2, "eval", 0, 0, 0},
+                                           {1, "train", 1, 0, kRefused}});
   for (const char* word : {"\"train\"", "\"eval\"", "one thread"}) {
-    EXPECT_NE(std::string::npos, message_.find(word)) << message_;
+    EXPECT_NE(std::string::npos, message.find(word)) << message;
   }
-}
-
-TEST_F(RunsTest, AnOpThatRunsAgainAfterAnotherRunIsRefused) {
-  Enter(1, "train");
-  Enter(2, "train");
-  EXPECT_EQ(kRefused, Enter(1, "train"));
+  ExpectSteps({{1, "train", 0, 0, 0},
+               {2, "train", 0, 0, 1},
+               {1, "train", 0, 0, kRefused}});
 }
 
 // XLA inlines a function that is called twice, as for two layers.
-TEST_F(RunsTest, CopiesOfAnOpAreOfOneRun) {
-  Enter(1, "train", 0, 0);
-  EXPECT_EQ(0, Enter(1, "train", 0, 1));
-  EXPECT_EQ(0, Enter(1, "train", 1, 0));
-  EXPECT_EQ(1, Enter(2, "train", 0, 0));
-  EXPECT_EQ(kRefused, Enter(1, "train", 1, 1));
+TEST(RunsTest, CopiesOfAnOpBelongToOneRun) {
+  ExpectSteps({{1, "train", 0, 0, 0},
+               {1, "train", 0, 1, 0},
+               {1, "train", 1, 0, 0},
+               {2, "train", 0, 0, 1},
+               {1, "train", 1, 1, kRefused}});
 }
 
-TEST_F(RunsTest, AProgramThatIsCompiledTwiceCountsItsRunsTwice) {
-  for (int64_t clone : {0, 1}) {
-    for (int64_t run_id : {1, 2, 3}) {
-      EXPECT_NE(kRefused, Enter(run_id, "train", 0, clone));
-      EXPECT_NE(kRefused, Enter(run_id, "train", 1, clone));
-    }
-  }
+TEST(RunsTest, AProgramThatIsCompiledTwiceCountsItsRunsTwice) {
+  ExpectSteps({{1, "train", 0, 0, 0},
+               {2, "train", 0, 0, 1},
+               {1, "train", 0, 1, 2},
+               {1, "train", 1, 1, 2},
+               {2, "train", 0, 1, 3}});
 }
 
-TEST_F(RunsTest, ARunMayCallExportedPrograms) {
-  for (int64_t run_id : {1, 2}) {
-    for (const char* program : {"step", "exported", "step", "exported"}) {
-      EXPECT_EQ(run_id - 1, Enter(run_id, program));
-    }
-  }
-  EXPECT_EQ(kRefused, Enter(1, "exported"));
+TEST(RunsTest, ARunMayCallExportedPrograms) {
+  ExpectSteps({{1, "step", 0, 0, 0},
+               {1, "exported", 0, 0, 0},
+               {1, "step", 0, 0, 0},
+               {2, "exported", 0, 0, 1},
+               {2, "step", 0, 0, 1},
+               {1, "exported", 0, 0, kRefused}});
 }
 
-// Where XLA has no id, all runs are one.
-TEST_F(RunsTest, RunsWithoutIdsAreNotRefused) {
-  for (const char* program : {"train", "eval", "train"}) {
-    EXPECT_EQ(0, Enter(-1, program));
-  }
+// Where XLA has no run id, all runs are one run.
+TEST(RunsTest, RunsWithoutIdsAreNotRefused) {
+  ExpectSteps(
+      {{-1, "train", 0, 0, 0}, {-1, "eval", 0, 0, 0}, {-1, "train", 0, 0, 0}});
 }
 
-// Programs that ranks launch from several threads.
+// Tests of programs that several threads launch.
 using OrderTest = NcclGroupTest;
 
-TEST_F(OrderTest, NoKernelOfARunThatInterleavesIsEnqueued) {
+TEST_F(OrderTest, ARunThatInterleavesEnqueuesNoKernel) {
   AllowLeaks();
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
@@ -117,7 +120,7 @@ TEST_F(OrderTest, NoKernelOfARunThatInterleavesIsEnqueued) {
 }
 
 // NCCL EP pairs the ops of two programs if their rows are alike.
-TEST_F(OrderTest, RanksThatMoveInOtherOrdersFailAtTheNextPrepare) {
+TEST_F(OrderTest, RanksThatDispatchInOtherOrdersFailAtTheNextPrepare) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   StepPtr steps[2];

@@ -11,19 +11,19 @@ Status Stamps::Start(const std::string& path) {
   return trace_.Start(path);
 }
 
-Stamp* Stamps::StampOf(uint64_t number, std::byte* ring) const {
-  return reinterpret_cast<Stamp*>(ring) + number % kRing;
+Stamp* Stamps::StampOf(uint64_t number) const {
+  return reinterpret_cast<Stamp*>(device_->ring()) + number % kRing;
 }
 
-int32_t* Stamps::CountsOf(uint64_t number, std::byte* ring) const {
-  return reinterpret_cast<int32_t*>(ring + kRing * sizeof(Stamp)) +
+int32_t* Stamps::CountsOf(uint64_t number) const {
+  return reinterpret_cast<int32_t*>(device_->ring() + kRing * sizeof(Stamp)) +
          number % kRing * 2 * sizes_.num_local();
 }
 
 void Stamps::Give(Routing* routing) {
   if (!trace_.is_on()) return;
-  routing->stamp = StampOf(routing->number, device_->device_ring());
-  routing->stamp_counts = CountsOf(routing->number, device_->device_ring());
+  routing->stamp = StampOf(routing->number);
+  routing->stamp_counts = CountsOf(routing->number);
 }
 
 void Stamps::Add(TracedOp op, const Routing& routing, int64_t row_bytes) {
@@ -31,14 +31,14 @@ void Stamps::Add(TracedOp op, const Routing& routing, int64_t row_bytes) {
   Collect(/*all_have=*/false);
   enqueued_.push_back({std::move(op), routing.number, row_bytes});
   if (enqueued_.back().number - enqueued_.front().number < kRing) return;
-  enqueued_.pop_front();  // the device will write the next op over it
+  enqueued_.pop_front();  // the next op overwrites its stamp
   trace_.Lose();
 }
 
 void Stamps::Collect(bool all_have) {
   const Progress progress = device_->ReadProgress();
   while (!enqueued_.empty()) {
-    // Only when the next op has begun, all kernels of this one have ended.
+    // All kernels of an op have ended once the next op has begun.
     const uint64_t number = enqueued_.front().number;
     const bool has_ended = progress.ended >= number && progress.begun > number;
     if (!all_have && !has_ended) break;
@@ -48,7 +48,7 @@ void Stamps::Collect(bool all_have) {
 }
 
 void Stamps::Keep(Enqueued enqueued) {
-  const Stamp& stamp = *StampOf(enqueued.number, device_->ring());
+  const Stamp& stamp = *StampOf(enqueued.number);
   TracedExchange exchange;
   exchange.ended = stamp.ended * 1e-9;
   exchange.came.assign(sizes_.ep_size, exchange.ended);
@@ -57,7 +57,7 @@ void Stamps::Keep(Enqueued enqueued) {
   TracedRows& moved = exchange.moved[rank_];
   moved = {stamp.rows, 0, stamp.rows * enqueued.row_bytes, {}};
   if (enqueued.op.op == Op::kPrepare) {
-    const int32_t* tokens = CountsOf(enqueued.number, device_->ring());
+    const int32_t* tokens = CountsOf(enqueued.number);
     const int32_t* dropped = tokens + sizes_.num_local();
     moved.tokens.assign(tokens, dropped);
     moved.dropped =

@@ -1,12 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The times of the ops of a rank, for a trace: the device writes them into a
-// ring in host memory, and this reads them when the ops have ended.
-//
-// The device knows when this rank came to an op, and when the op ended, but not
-// when the last rank came; that is found where the parts of all ranks are
-// merged. Times are of the GPU's clock, which counts from 1970.
-
 #ifndef EP_FFI_BACKENDS_NCCL_STAMPS_H_
 #define EP_FFI_BACKENDS_NCCL_STAMPS_H_
 
@@ -25,30 +18,36 @@
 
 namespace ep::nccl {
 
-// Not thread-safe: the lock of the group guards it.
+// The trace of one rank. The device writes the times of each op to a ring in
+// host memory, and this class reads them after the op has ended.
+//
+// A stamp has the arrival time of this rank and the end of the op. The merge of
+// all ranks' traces adds the arrival time of the last rank. Times are from the
+// GPU's clock, which counts from 1970.
+//
+// Not thread-safe.
 class Stamps {
  public:
   Stamps(std::shared_ptr<Device> device, const Sizes& sizes, int32_t rank)
       : device_(std::move(device)), sizes_(sizes), rank_(rank) {}
 
-  // Opens the file, and allocates the ring if this is the first trace.
+  // Opens the file. Allocates the ring for the first trace.
   Status Start(const std::string& path);
 
-  // Gives the op that is enqueued next its place in the ring, if the trace is
-  // on.
+  // Gives the next op its stamp in the ring, if the trace is on.
   void Give(Routing* routing);
-  // Adds the op that was enqueued with this routing. A slot has `row_bytes`.
+  // Adds the op that was enqueued with this routing. Its rows have `row_bytes`.
   void Add(TracedOp op, const Routing& routing, int64_t row_bytes);
 
-  // Keeps the ops that have ended: all if `all_have`, else those before the
-  // last one that the device has begun.
+  // Writes the ended ops to the trace: all ops if `all_have`, otherwise the ops
+  // before the last op that has begun.
   void Collect(bool all_have);
 
-  // Writes the file. No effect if the trace is off.
+  // Writes the file. Does nothing if the trace is off.
   Status Stop();
 
  private:
-  // More ops than a stream takes before the host must wait for the device.
+  // More ops than a stream queues before the host must wait for the device.
   static constexpr uint64_t kRing = 4096;
 
   struct Enqueued {
@@ -57,10 +56,10 @@ class Stamps {
     int64_t row_bytes;
   };
 
-  // Returns the place of an op in a ring at this address.
-  Stamp* StampOf(uint64_t number, std::byte* ring) const;
-  int32_t* CountsOf(uint64_t number, std::byte* ring) const;
-  // Keeps an op that has ended.
+  // Return the stamp and the counts of an op.
+  Stamp* StampOf(uint64_t number) const;
+  int32_t* CountsOf(uint64_t number) const;
+  // Writes an ended op to the trace.
   void Keep(Enqueued enqueued);
 
   const std::shared_ptr<Device> device_;

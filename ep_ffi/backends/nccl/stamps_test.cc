@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests what a trace has of ops that the device has run.
+// Tests the traces of ranks.
 
 #include <gtest/gtest.h>
 
@@ -48,7 +48,7 @@ TEST_F(StampsTest, TheTraceOfARankHasItsTimesAndRows) {
   ForEachRank(domain.size(), [&](int64_t rank) {
     ExpectOk(domain.groups[rank]->StopTrace());
   });
-  (void)PrepareRandom(domain, dims);  // after it
+  (void)PrepareRandom(domain, dims);  // after the trace
 
   EXPECT_TRUE(routed.layout.Overflows(dims));
   const auto sum = [](const std::vector<int32_t>& values) {
@@ -56,7 +56,7 @@ TEST_F(StampsTest, TheTraceOfARankHasItsTimesAndRows) {
   };
   for (int64_t rank = 0; rank < domain.size(); ++rank) {
     SCOPED_TRACE(rank);
-    // Returns a list by rank in which the other ranks are not known.
+    // Returns a list by rank, with `other` for the other ranks.
     const auto list = [&](const std::string& own, const std::string& other) {
       std::vector<std::string> all(dims.ep_size, other);
       all[rank] = own;
@@ -98,7 +98,7 @@ TEST_F(StampsTest, AGroupThatClosesEndsItsTrace) {
   const std::string path = StrCat(::testing::TempDir(), "/lost");
   ExpectOk(domain.groups[0]->StartTrace(path));
   for (int i = 0; i < 3; ++i) (void)PrepareRandom(domain, kDims);
-  ExpectOk(domain.groups[0]->Check());  // takes what has ended
+  ExpectOk(domain.groups[0]->Check());  // writes the ended ops to the trace
   ExpectOk(domain.groups[0]->Close());
   EXPECT_EQ(4u, Lines(path).size());
 }

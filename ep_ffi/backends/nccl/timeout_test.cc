@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests of ranks that are absent, late or fail: no other rank waits for ever,
+// Tests of ranks that are absent, late or fail. The other ranks stop waiting,
 // and the watchdog names the op.
 
 #include <gtest/gtest.h>
@@ -28,7 +28,7 @@ void Sleep(double seconds) {
 
 class WatchdogTest : public NcclGroupTest {
  protected:
-  // As in XLA, the host does not wait for the device.
+  // Makes a domain whose host does not wait for the device, as in XLA.
   Domain MakeAsynchronous() {
     Domain domain = MakeImpatient();
     domain.synchronize = nullptr;
@@ -49,7 +49,7 @@ std::vector<std::string> LinesWith(const std::string& word,
   return lines;
 }
 
-// Expects one line of each of these ranks, all with these words.
+// Expects one line from each of these ranks, with these words.
 void ExpectLines(const std::vector<int64_t>& ranks,
                  const std::vector<std::string>& words,
                  const std::string& text) {
@@ -79,7 +79,7 @@ TEST_F(WatchdogTest, AllRanksThatWaitNameTheSameOp) {
                "timeout_s = 1 s", "for other ranks. Look for a rank",
                "all ranks took part was ep_prepare(layer \"moe_3\"), step 0"},
               ::testing::internal::GetCapturedStderr());
-  // It did no harm, and the ranks are not stuck: the last one comes.
+  // The ranks continue when rank 2 arrives.
   ::testing::internal::CaptureStderr();
   for (const StepPtr& step : {missed, later}) step->Post(2);
   for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
@@ -89,7 +89,7 @@ TEST_F(WatchdogTest, AllRanksThatWaitNameTheSameOp) {
   EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
 }
 
-// The rank that the others wait for has enqueued the op, too.
+// Rank 2 has enqueued the op, but its device is busy.
 TEST_F(WatchdogTest, ARankThatHasNotBegunItsOpSaysSo) {
   const Domain domain = MakeAsynchronous();
   const StepPtr step = NewPrepare(domain, kDims);
@@ -107,7 +107,7 @@ TEST_F(WatchdogTest, ARankThatHasNotBegunItsOpSaysSo) {
               Status(Code::kInternal, lines[0]));
 }
 
-TEST_F(WatchdogTest, NothingIsSaidOfAStreamThatMoves) {
+TEST_F(WatchdogTest, AStreamThatMakesProgressIsNotReported) {
   const Domain domain = MakeAsynchronous();
   std::vector<StepPtr> steps;
   for (int i = 0; i < 4; ++i) steps.push_back(NewPrepare(domain, kDims));
@@ -119,11 +119,11 @@ TEST_F(WatchdogTest, NothingIsSaidOfAStreamThatMoves) {
     }
   });
   AwaitStreams(domain);
-  Sleep(2 * kTimeoutS);  // nothing is said of a group without work, either
+  Sleep(2 * kTimeoutS);  // nor is an idle group reported
   EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
 }
 
-// Each op is the last of its group once, also without tokens.
+// Each op is the last op of a group, with and without tokens.
 TEST_F(WatchdogTest, EveryOpCountsItsEnd) {
   PlanDims empty = kDims;
   empty.num_tokens = 0;
@@ -145,7 +145,7 @@ TEST_F(WatchdogTest, EveryOpCountsItsEnd) {
   EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
 }
 
-TEST_F(WatchdogTest, AGroupThatClosesNamesTheOpThatItWaitsFor) {
+TEST_F(WatchdogTest, ClosingNamesTheOpThatTheGroupWaitsFor) {
   AllowLeaks();
   const Domain domain = MakeAsynchronous();
   const StepPtr step = NewPrepare(domain, kDims);
@@ -159,16 +159,8 @@ TEST_F(WatchdogTest, AGroupThatClosesNamesTheOpThatItWaitsFor) {
   AwaitStreams(domain);
 }
 
-std::shared_ptr<Device> OpenDevice() {
-  Libraries libraries;
-  ExpectOk(Libraries::Load("", "", &libraries));
-  std::shared_ptr<Device> device;
-  ExpectOk(Device::Open(libraries, /*ordinal=*/0, /*num_reports=*/1, &device));
-  return device;
-}
-
 TEST(WatchdogAloneTest, AnOpMayEndBeforeItIsAdded) {
-  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2,
+  Watchdog watchdog(OpenDevice(0), "rank 1", /*timeout_s=*/0.2,
                     /*exit_after_s=*/10);
   Routing routing = {};
   ::testing::internal::CaptureStderr();
@@ -181,8 +173,8 @@ TEST(WatchdogAloneTest, AnOpMayEndBeforeItIsAdded) {
   EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
 }
 
-TEST(WatchdogAloneTest, TheMessageSaysWhatWasHeardOfOthers) {
-  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2,
+TEST(WatchdogAloneTest, TheMessageHasTheSentenceAboutOtherRanks) {
+  Watchdog watchdog(OpenDevice(0), "rank 1", /*timeout_s=*/0.2,
                     /*exit_after_s=*/10);
   Routing routing = {};
   watchdog.Number(&routing);
@@ -196,8 +188,8 @@ TEST(WatchdogAloneTest, TheMessageSaysWhatWasHeardOfOthers) {
                     .size());
 }
 
-TEST(WatchdogAloneTest, ItKnowsThePlaceOfItsRank) {
-  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/100,
+TEST(WatchdogAloneTest, FindsThePlaceOfItsRank) {
+  Watchdog watchdog(OpenDevice(0), "rank 1", /*timeout_s=*/100,
                     /*exit_after_s=*/100);
   Routing routing = {};
   const auto expect = [&](int64_t num_ended, bool has_begun, int64_t num_left,
@@ -223,10 +215,10 @@ TEST(WatchdogAloneTest, ItKnowsThePlaceOfItsRank) {
   }
 }
 
-TEST(WatchdogDeathTest, TheProcessEndsIfThatIsAsked) {
+TEST(WatchdogDeathTest, TerminatesTheProcessAfterExitAfterS) {
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   const auto wait = [](double exit_after_s) {
-    Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2, exit_after_s);
+    Watchdog watchdog(OpenDevice(0), "rank 1", /*timeout_s=*/0.2, exit_after_s);
     watchdog.Add("ep_dispatch");
     Sleep(1);
     std::_Exit(0);
@@ -241,7 +233,7 @@ constexpr int64_t kWindow = Reports::kWindow;
 
 using TimeoutTest = NcclGroupTest;
 
-// Expects that these three ranks time out, in the time that one rank takes.
+// Expects that these three ranks time out, in parallel.
 void ExpectTimeouts(Step& step, const std::array<int64_t, 3>& ranks) {
   ForEachRank(ranks.size(), [&](int64_t i) {
     const Status status = step.Wait(ranks[i]);
@@ -268,8 +260,7 @@ TEST_F(TimeoutTest, ClosingWaitsForTheDevice) {
   }
 }
 
-// No rank calls Check here, but no prepare is more than a window ahead of the
-// device.
+// No rank calls Check, but a prepare is at most one window ahead of the device.
 TEST_F(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
   AllowLeaks();
   Domain domain = MakeImpatient();
@@ -294,7 +285,7 @@ TEST_F(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
   AwaitStreams(domain);
 }
 
-TEST(GiveUpTest, TheErrorSaysWhatTheWatchdogHasHeard) {
+TEST(GiveUpTest, TheErrorHasTheSentenceAboutOtherRanks) {
   AllowLeaks();
   const auto groups = ConnectAll(/*timeout_s=*/0.5);
   const auto stream = fake::NewStream(/*device=*/0);
@@ -306,9 +297,9 @@ TEST(GiveUpTest, TheErrorSaysWhatTheWatchdogHasHeard) {
   fake::Synchronize(stream.get());
 }
 
-// NCCL EP's kernels cannot be stopped. Freeing what the device may still use
-// would wait for it, or break its work.
-TEST_F(TimeoutTest, AnAbsentRankFailsTheOthersWhichKeepWhatTheDeviceUses) {
+// NCCL EP's kernels cannot be stopped. Freeing memory that the device may still
+// use would wait for the device, or break its work.
+TEST_F(TimeoutTest, AfterATimeoutTheOthersLeakResourcesOfTheDevice) {
   AllowLeaks();
   const fake::Resources before = fake::CountResources();
   {
@@ -323,8 +314,8 @@ TEST_F(TimeoutTest, AnAbsentRankFailsTheOthersWhichKeepWhatTheDeviceUses) {
   const auto count = [&] {
     const fake::Resources now = fake::CountResources();
     std::vector<size_t> more;
-    for (const char* what : {"contexts", "modules", "host allocations"}) {
-      more.push_back(now.at(what) - before.at(what));
+    for (const char* kind : {"contexts", "modules", "host allocations"}) {
+      more.push_back(now.at(kind) - before.at(kind));
     }
     return more;
   };
@@ -368,7 +359,7 @@ TEST_F(TimeoutTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
 
 TEST(ConnectTimeoutTest, AnAbsentRankFailsTheOthersInTime) {
   AllowLeaks();
-  fake::TheMachine().timeout_s = 1;  // ends the thread that is left behind
+  fake::TheMachine().timeout_s = 1;  // stops the thread that is left behind
   NcclGroup::Options options = {};
   options.name = "world";
   options.sizes = SizesFor(kDims);

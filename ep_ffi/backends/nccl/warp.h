@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Functions that the 32 threads of a warp compute together. All threads must
-// call them. Of WarpScan only the first thread, on lane 0, may use the returned
-// value; that of the others is the same on all threads.
+// Collective functions of a warp: all 32 threads must call them, and all get
+// the same result.
 
 #ifndef EP_FFI_BACKENDS_NCCL_WARP_H_
 #define EP_FFI_BACKENDS_NCCL_WARP_H_
@@ -14,7 +13,8 @@ namespace ep::nccl {
 constexpr uint32_t kAllLanes = 0xffffffff;
 
 // Calls store(i, load(0) + ... + load(i - 1)) for each i < count, on the thread
-// that has called load(i) once. Returns the sum of all.
+// that has called load(i) once. Returns the sum of all loads. In the fake, only
+// lane 0 gets the sum.
 template <typename Load, typename Store>
 __device__ int32_t WarpScan(int32_t lane, int32_t count, Load load,
                             Store store) {
@@ -33,7 +33,7 @@ __device__ int32_t WarpScan(int32_t lane, int32_t count, Load load,
   return before;
 }
 
-// Returns the largest load(i) for i < count, or 0 if none is larger.
+// Returns the maximum of 0 and load(i) over i < count.
 template <typename Load>
 __device__ int32_t WarpMax(int32_t lane, int32_t count, Load load) {
   int32_t largest = 0;
@@ -44,7 +44,7 @@ __device__ int32_t WarpMax(int32_t lane, int32_t count, Load load) {
   return largest;
 }
 
-// Returns the least i < count for which is(i), or else count.
+// Returns the least i < count for which is(i) is true, or count.
 template <typename Is>
 __device__ int32_t WarpFind(int32_t lane, int32_t count, Is is) {
   int32_t found = count;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests the code of warp.h on 32 threads, which wait for each other in each
-// shuffle.
+// Tests warp.h on 32 threads, which wait for each other in each shuffle.
 
 #include <gtest/gtest.h>
 
@@ -26,11 +25,12 @@ using std::min;
 
 // The threads of a warp.
 //
-// Thread-safe. The lock guarantees that `gathered_` has the values of one
-// round, all of whose threads return it before a thread can end the next round.
+// Thread-safe. The lock guarantees that `gathered_` has the values of one round
+// until all threads have returned them.
 class Warp {
  public:
-  // Waits until all threads have called it, and returns their values by lane.
+  // Waits until all threads have called AllGather, and returns the values by
+  // lane.
   std::array<int32_t, kWarp> AllGather(int32_t lane, int32_t value) {
     MutexLock lock(mutex_);
     const int64_t round = round_;
@@ -79,7 +79,7 @@ int32_t __shfl_xor_sync(uint32_t mask, int32_t value, int32_t bits) {
 namespace ep::nccl {
 namespace {
 
-// Runs `body` on all lanes, which must return the same, and returns it.
+// Runs `body` on all lanes, expects equal results, and returns the result.
 int32_t OnWarp(const std::function<int32_t(int32_t lane)>& body) {
   std::array<int32_t, kWarp> results;
   testing::ForEachRank(kWarp, [&](int64_t lane) {

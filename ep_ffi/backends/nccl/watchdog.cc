@@ -39,7 +39,7 @@ void Watchdog::Stop() {
 
 void Watchdog::Number(Routing* routing) {
   MutexLock lock(mutex_);
-  routing->progress = device_->device_progress();
+  routing->progress = device_->progress();
   routing->number = num_added_ + 1;
 }
 
@@ -49,7 +49,7 @@ void Watchdog::Add(std::string op) {
   if (was_idle) moved_at_ = Now();
   ops_.push_back(std::move(op));
   ++num_added_;
-  Update();  // it may have ended already
+  Update();  // the op may have ended already
   if (was_idle && !ops_.empty()) changed_.NotifyAll();
 }
 
@@ -67,7 +67,7 @@ void Watchdog::Update() {
 }
 
 void Watchdog::Watch() {
-  // Often enough to be on time, and rarely enough to cost nothing.
+  // Often enough to be punctual, and rarely enough to be cheap.
   const auto pause = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(std::min(timeout_s_ / 16, 1.0)));
   MutexLock lock(mutex_);

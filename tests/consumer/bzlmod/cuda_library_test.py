@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library for GPUs, built by a module that uses jax_ep, can be loaded.
+"""Loads libep_ffi_cuda.so, built by a module that uses jax_ep.
 
     cuda_library_test.py libep_ffi_cuda.so
 
-A machine without a GPU or a driver loads it, too: the library finds those when
-a group is created.
+A machine without a GPU or a driver can load the library, which looks for both
+when a process creates a group.
 """
 
 import ctypes
 import os
 import sys
 
-
-def main() -> int:
+if __name__ == "__main__":
   library = ctypes.CDLL(os.path.abspath(sys.argv[1]))
-  # One function of all backends, and one of this one.
+  # One function of all backends, and one of the nccl backend.
   for name in "ep_interface_version", "ep_nccl_group_create":
     ctypes.cast(getattr(library, name), ctypes.c_void_p)
-  return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A backend of another module: the ranks of one process, and the ops that move
-// tokens to slots. It makes no promise, and passes the tests that every backend
-// passes (ep_ffi/testing/conformance.h).
+// A backend of another module passes the conformance tests of all backends
+// (ep_ffi/testing/conformance.h). It serves the ranks of one process, and
+// implements the ops that copy tokens to slots.
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -16,6 +17,8 @@
 
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/plan.h"
+#include "ep_ffi/core/status.h"
+#include "ep_ffi/core/str_cat.h"
 #include "ep_ffi/testing/conformance.h"
 
 namespace {

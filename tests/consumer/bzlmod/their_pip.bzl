@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes @their_pip, as pip.parse of rules_python would, for a test.
+"""Makes @their_pip for a test, as pip.parse of rules_python would.
 
-The repository has one package per Python package. It shares no code with
-jax_ep's own.
+The repository has one package per Python package. It shares no code with the
+repository rules of jax_ep.
 """
 
 _PACKAGES = ["absl-py", "jax==0.10.2", "jaxlib==0.10.2", "numpy"]

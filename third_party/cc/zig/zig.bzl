@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Bazel runs the C++ compiler of @ep_zig."""
+"""Configures Bazel to run the C++ compiler of @ep_zig."""
 
 load("@rules_cc//cc:action_names.bzl", "ACTION_NAMES", "ALL_CC_COMPILE_ACTION_NAMES", "ALL_CC_LINK_ACTION_NAMES")
 load("@rules_cc//cc:cc_toolchain_config_lib.bzl", "feature", "flag_group", "flag_set", "tool_path")
@@ -11,7 +11,7 @@ _ZIG = Label("@ep_zig//:toolchain")
 def _flags(name, actions, flags):
     return feature(
         name = name,
-        enabled = name not in ["dbg", "opt"],  # those follow --compilation_mode
+        enabled = name not in ["dbg", "opt"],  # --compilation_mode enables these
         flag_sets = [flag_set(
             actions = actions,
             flag_groups = [flag_group(flags = flags)],
@@ -30,7 +30,7 @@ def _zig_config_impl(ctx):
         ],
         features = [
             _flags("target", every, ["-target", ctx.attr.target]),
-            # Zig's own default is to sanitize what is not optimized.
+            # By default, Zig sanitizes code that it does not optimize.
             _flags("sanitize", every, ["-fno-sanitize=undefined"]),
             _flags("opt", ALL_CC_COMPILE_ACTION_NAMES, ["-O2", "-DNDEBUG"]),
             _flags("dbg", ALL_CC_COMPILE_ACTION_NAMES, ["-g"]),

@@ -10,7 +10,7 @@
 namespace ep::host {
 namespace {
 
-// Below this, to wake another thread takes longer than the work.
+// Below this size, waking another thread takes longer than the work.
 constexpr int64_t kBytesPerHelper = 32 << 10;
 
 }  // namespace
@@ -18,8 +18,7 @@ constexpr int64_t kBytesPerHelper = 32 << 10;
 Batch::Batch(ExchangePtr exchange) : exchange_(std::move(exchange)) {
   for (const Part& part : exchange_->parts) {
     const Contribution& c = part.contribution;
-    arrays_.rows.push_back(c.arrays.rows);
-    arrays_.choices.push_back(c.arrays.choices);
+    arrays_.push_back(c.arrays);
     num_bytes_ += c.signature.staged_bytes();
     if (!part.done) continue;
     shares_.push_back({&c, num_chunks_});

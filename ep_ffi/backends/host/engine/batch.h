@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The work of a complete exchange: the chunks of all its local ranks, shared by
-// the threads that help.
+// The work of a complete exchange: the chunks of all its local ranks. Several
+// threads share them.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_BATCH_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_BATCH_H_
@@ -10,30 +10,28 @@
 #include <cstdint>
 #include <vector>
 
-#include "ep_ffi/backends/host/engine/contribution.h"
 #include "ep_ffi/backends/host/engine/pending.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
 
-// `Work` may be called from any number of threads at once. One thread runs each
-// chunk: `next_` hands it out, and `num_unfinished_` tells which thread ended
-// the last chunk. The lock keeps the first failure.
+// Any number of threads may call `Work` concurrently. `next_` gives each chunk
+// to one thread, `num_unfinished_` finds the thread that ends the last chunk,
+// and the lock guards the first failure.
 class Batch {
  public:
   explicit Batch(ExchangePtr exchange);
 
-  // Returns how many of `num_threads` threads make the work shorter, at least
-  // one.
+  // Returns how many of `num_threads` threads speed up the work; at least one.
   int64_t NumUsefulThreads(int64_t num_threads) const;
 
   // Runs chunks until none is left. Returns true to one caller, after all
-  // chunks have ended; only that caller may use the functions below.
+  // chunks have ended. Only that caller may use the functions below.
   bool Work();
 
   Exchange& exchange() { return *exchange_; }
-  // Returns the first failure, which names the op.
+  // Returns the first failure; its message names the op.
   Status status();
 
  private:
@@ -44,8 +42,8 @@ class Batch {
   Status RunChunk(int64_t chunk) const;
 
   const ExchangePtr exchange_;
-  AllArrays arrays_;
-  std::vector<Share> shares_;  // of the local ranks
+  std::vector<Arrays> arrays_;  // by rank
+  std::vector<Share> shares_;   // of the local ranks
   int64_t num_chunks_ = 0;
   int64_t num_bytes_ = 0;
   std::atomic<int64_t> next_{0};

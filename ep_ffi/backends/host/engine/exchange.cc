@@ -20,8 +20,18 @@ TracedOp ForTrace(const PostedOp& op, int32_t domain) {
           domain};
 }
 
-// The texts about groups of this many ranks have room for a few names of ops
-// and layers for each.
+// Copies the arrays of a contribution to a segment of sufficient size.
+void Stage(const Contribution& c, std::byte* segment) {
+  std::byte* second = segment + c.signature.second_offset();
+  if (c.stage) return c.stage(segment, second);
+  const auto copy = [](std::byte* to, const void* from, int64_t bytes) {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+  };
+  copy(segment, c.arrays.first, c.signature[Signature::kFirstBytes]);
+  copy(second, c.arrays.second, c.signature[Signature::kSecondBytes]);
+}
+
+// Returns the size of the state's text: a few names of ops per rank.
 size_t MaxProgressBytes(size_t num_ranks) {
   return (size_t{64} << 10) + 1024 * num_ranks;
 }
@@ -95,13 +105,13 @@ Status Exchanges::Announce(const Key& key, const PostedOp& op, int32_t rank,
   if (readers.empty()) return Status();
   {
     MutexLock lock(mutex_);
-    EP_RETURN_IF_ERROR(outcomes_.OfGroup());  // nothing follows a bye
+    EP_RETURN_IF_ERROR(outcomes_.OfGroup());  // no message follows a bye
   }
   const Signature& signature = contribution.signature;
   Segment* segment;
   EP_RETURN_IF_ERROR(
       peers_->Acquire(signature.staged_bytes(), readers, &segment));
-  StageArrays(contribution, segment->memory.data());
+  Stage(contribution, segment->memory.data());
 
   Message message = {};
   message.domain = key.domain;
@@ -143,7 +153,10 @@ void Exchanges::OnPost(int32_t process, const Message& m,
     });
   }
   part.contribution.signature = signature;
-  part.contribution.arrays = StagedArrays(signature, memory->data());
+  const std::byte* second = memory->data() + signature.second_offset();
+  part.contribution.arrays = {
+      memory->data(),
+      signature[Signature::kSecondBytes] > 0 ? second : nullptr};
   Note(m.domain, m.rank, part.op);
   WithRunId(m.launch, [this, m, part](int64_t run_id) {
     const Key key = {m.domain, m.launch.site_id, run_id};
@@ -152,10 +165,10 @@ void Exchanges::OnPost(int32_t process, const Message& m,
       return peers_->SendRelease(part.process, part.segment);
     }
     if (!complete) return;
-    // The worker owns this object, because the calls that it completes may end
-    // the last other owner. The progress thread must not be left with the last
-    // reference: the destructor joins it. If the destructor has begun, it waits
-    // for this function, which then does the work itself.
+    // The worker owns this object, because the completed calls may drop the
+    // last other reference. The progress thread must not drop it, because the
+    // destructor joins that thread. A destructor that has begun waits for this
+    // function, which then does the work.
     std::shared_ptr<Exchanges> self = weak_from_this().lock();
     if (!self) return Run(std::move(complete), /*executor=*/nullptr, kNoRank);
     workers_.Run([self = std::move(self), complete = std::move(complete)] {
@@ -196,8 +209,8 @@ Status Exchanges::Add(const Key& key, int32_t rank, Part part,
 
 Status Exchanges::WhyNotComplete(const Exchange* exchange, int32_t domain,
                                  int32_t rank) const {
-  // What a peer has posted can be completed without it, but nothing new can be
-  // begun in a group that lost one.
+  // An exchange can complete without a process that died after its post, but no
+  // exchange can begin after a death.
   EP_RETURN_IF_ERROR(exchange ? outcomes_.OfGroup()
                               : outcomes_.OfNewExchange());
   for (int32_t r = 0; r < topology().ep_size; ++r) {
@@ -219,8 +232,8 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
   }
   exchange->complete_at = trace_.Time();
   const auto batch = std::make_shared<Batch>(std::move(exchange));
-  // `self` keeps this object for the executor's threads. It is null if the
-  // destructor waits for this thread; there is no executor then.
+  // `self` keeps this object alive for the executor's threads. It is null if
+  // the destructor waits for this thread; then there is no executor.
   const auto work = [this, self = weak_from_this().lock(), batch](int32_t own) {
     if (!batch->Work()) return;
     const Status status = batch->status();
@@ -247,8 +260,8 @@ void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
   for (size_t r = 0; r < exchange.parts.size(); ++r) {
     Part& part = exchange.parts[r];
     if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
-    // `done` is moved because it may own this object, which must not be
-    // destroyed on the progress thread.
+    // Moves `done`, since it may own this object, and the progress thread must
+    // not destroy this object.
     if (part.done && static_cast<int32_t>(r) != own) {
       workers_.Run([done = std::move(part.done), status] { done(status); });
     }
@@ -256,7 +269,7 @@ void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
   if (own != kNoRank) std::exchange(exchange.parts[own].done, nullptr)(status);
 }
 
-// ---- The names of launches
+// ---- Names of launches
 
 PostedOp Exchanges::NameOp(const Call& call) {
   const Site& site = *call.site;
@@ -343,13 +356,12 @@ void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
     }
   }
   if (topology().members.size() > 1) {
-    // Ranks that have done their part may wait for the failed ranks in a
-    // collective of XLA, and then never raise this.
+    // Ranks that have completed their part may wait for the failed ranks in an
+    // XLA collective, and would never raise this error.
     std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
   }
   if (options_.on_run_failed) {
-    // A worker does this, because it may drop the last reference to another
-    // group, or to this one.
+    // A worker calls it, since it may drop the last reference to a group.
     workers_.Run([notify = options_.on_run_failed, run_id, status] {
       notify(run_id, status);
     });
@@ -458,7 +470,7 @@ void Exchanges::OnTick() {
     const double timeout_s = options_.timeout_s;
     Publish();
     for (const Exchange* e : pending_.FindBegunBy(now - timeout_s / 3)) {
-      // The process of the first rank that waits warns.
+      // Only the process of the first rank that waits warns.
       if (has_warned_ || !e->FirstPost().done) continue;
       has_warned_ = true;
       warning = Slow(topology(), *e, last_posts_, timeout_s);

@@ -3,29 +3,29 @@
 // How the ranks of an EP domain meet: the heart of the engine.
 //
 // Every op is an exchange. A rank *posts* a contribution: rows that its peers
-// may read, and the work that it does once all peers have posted. The last
-// post, wherever it comes from, completes the exchange; then each local rank's
-// work pulls from its peers, and when all local work is done the calls of all
-// local ranks complete (not earlier: a peer may still read their buffers).
+// may read, and work to run after all peers have posted. The last post
+// completes the exchange. Then the work of each local rank reads rows of its
+// peers. After all local work, the engine completes the calls of all local
+// ranks (not earlier: a peer may still read their buffers).
 //
-//   same process       peers read the operand buffers themselves: one copy
-//   another process    the poster stages its rows once in a shared segment,
-//                      and completes without waiting for the readers
+//   same process       peers read the operand buffers: one copy
+//   another process    the poster stages its rows in a shared segment, and
+//                      completes without waiting for the readers
 //
-// Posting never waits. XLA:CPU runs a program's ready ops in any order, and a
-// handler that waited would hold a thread that another rank needs.
+// A post never waits. XLA:CPU runs the ready ops of a program in any order, and
+// a handler that waited would block a thread that another rank needs.
 //
-// Whatever goes wrong on one rank fails the *run* on all ranks of the group:
-// pending exchanges of that run end at once, later posts to it fail with the
-// same message. Other runs are not touched, except that after a peer has died,
-// or the group was closed, no exchange can begin.
+// A failure of one rank fails the *run* on all ranks of the group: pending
+// exchanges of the run fail, and later posts to the run fail with the same
+// message. Other runs continue. After a peer has died, or the group was closed,
+// no new exchange can begin.
 //
-// This file holds the order of events. Its parts:
+// This file determines the order of events. Its parts:
 //
-//   pending.h    the exchanges that lack posts, and which a post belongs to
-//   outcomes.h   whether a post can still come, and if not, why
+//   pending.h    the exchanges that lack posts
+//   outcomes.h   whether a post can still arrive, and if not, why
 //   batch.h      the work of a complete exchange
-//   report.h     what messages say
+//   report.h     the texts of messages
 //   peers.h      the other processes
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_EXCHANGE_H_
@@ -40,11 +40,9 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/engine/contribution.h"
 #include "ep_ffi/backends/host/engine/launches.h"
 #include "ep_ffi/backends/host/engine/outcomes.h"
 #include "ep_ffi/backends/host/engine/pending.h"
-#include "ep_ffi/backends/host/engine/posted_op.h"
 #include "ep_ffi/backends/host/engine/report.h"
 #include "ep_ffi/backends/host/engine/workers.h"
 #include "ep_ffi/backends/host/topology.h"
@@ -57,10 +55,10 @@
 
 namespace ep::host {
 
-// Thread-safe. One lock guards all that decides whether a post joins an
-// exchange, so that each post either is in a pending exchange, which a failure
-// finds, or finds the failure itself. The lock is not held while anything is
-// sent, run or completed.
+// Thread-safe. One lock guards all state that decides whether a post joins an
+// exchange. So each post either joins a pending exchange, which a failure
+// finds, or finds the failure. No thread holds the lock while it sends
+// messages, runs work or completes calls.
 class Exchanges : public std::enable_shared_from_this<Exchanges> {
  public:
   struct Options {
@@ -74,16 +72,16 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   static std::shared_ptr<Exchanges> Create(Options options,
                                            std::unique_ptr<Peers> peers);
 
-  // Posts for the rank on `call.device`; `call.done` is called exactly once.
+  // Posts for the rank on `call.device`. Calls `call.done` exactly once.
   void Post(const Call& call, int32_t domain, int32_t rank,
             Contribution contribution);
 
-  // Completes a call that cannot be posted with an error, which names its op
-  // and rank, and fails its run on all ranks.
+  // Completes a call that cannot be posted with an error that names its op and
+  // rank, and fails its run on all ranks.
   void FailCall(const Call& call, const Status& reason);
 
-  // Fails a run in this process alone: another group, or another process, knows
-  // that it has failed.
+  // Fails a run in this process only. The caller is another group or process,
+  // which knows the failure.
   void FailRunHere(int64_t run_id, const Status& status);
 
   // See core/trace.h.
@@ -91,9 +89,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Status StopTrace() { return trace_.Stop(); }
   double Waited() { return trace_.Waited(); }
 
-  // Ends all pending exchanges, and the trace. Fails if a peer has run an op
-  // that this process has not, unless an op has failed, which may be the
-  // reason.
+  // Fails all pending exchanges, and stops the trace. Returns an error if a
+  // peer has run an op that this process has not, unless a failed op explains
+  // that.
   Status Close();
 
  private:
@@ -106,77 +104,79 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // ---- A post
 
   // Stages a local contribution for the other processes of its domain, and
-  // tells them.
+  // sends them messages.
   Status Announce(const Key& key, const PostedOp& op, int32_t rank,
                   const Contribution& contribution) EP_EXCLUDES(mutex_);
   void OnPost(int32_t process, const Message& message, const std::string& names,
               const Mapping* memory, const Status& mapped);
-  // Notes what a rank has posted last.
+  // Records the last post of a rank.
   void Note(int32_t domain, int32_t rank, const PostedOp& op)
       EP_EXCLUDES(mutex_);
-  // Adds a part to its exchange, and returns that if it is complete now. Fails,
-  // without taking the part, if the exchange cannot be completed any more.
+  // Adds a post to its exchange. Sets `complete` to the exchange if the post
+  // completes it. Fails, and leaves the post out, if the exchange cannot
+  // complete any more.
   Status Add(const Key& key, int32_t rank, Part part, ExchangePtr* complete)
       EP_EXCLUDES(mutex_);
-  // Returns why an exchange (null: a new one) that `rank` posts to cannot be
-  // completed any more; ok if it can.
+  // Returns why an exchange (null: a new one) that `rank` posts to cannot
+  // complete any more. Ok if it can.
   Status WhyNotComplete(const Exchange* exchange, int32_t domain,
                         int32_t rank) const EP_REQUIRES(mutex_);
 
   // ---- A complete exchange
 
-  // Runs an exchange, also on the executor's threads if there are any. The
-  // calling thread may complete the call of the rank `own`.
+  // Runs an exchange, also on the threads of the executor, if any. This thread
+  // may complete the call of the rank `own`.
   void Run(ExchangePtr exchange, Executor* executor, int32_t own);
-  // Completes the calls of the local ranks and releases the peers' segments.
-  // Completing resumes a program, which may block: a thread does it for the
-  // rank whose handler it runs, or for any if it is a worker.
+  // Completes the calls of the local ranks, and releases the peers' segments. A
+  // completed call resumes a program, which may block. So this thread completes
+  // only the call of `own`, and workers complete the others.
   void Finish(Exchange& exchange, const Status& status, int32_t own = kNoRank)
       EP_EXCLUDES(mutex_);
 
-  // ---- The names of launches, which differ between processes
+  // ---- Names of launches, which differ between processes
 
-  // Returns what messages need to name an op, and its launch as NameLaunch.
+  // Returns the names of an op and of its launch.
   PostedOp NameOp(const Call& call) EP_EXCLUDES(mutex_);
-  // Returns the name of a launch of this process, after the actions that were
-  // deferred until the op at this site ran here.
+  // Names a launch of this process, after running the actions that WithRunId
+  // deferred for this site.
   Launch NameLaunch(uint64_t site_id, int64_t run_id) EP_EXCLUDES(mutex_);
-  // Calls `act` with the run id that a peer's launch has here: now, or once the
-  // op has run here.
+  // Calls `act` with this process's run id of a peer's launch: now, or after
+  // the op has run in this process.
   void WithRunId(const Launch& launch, std::function<void(int64_t)> act)
       EP_EXCLUDES(mutex_);
 
   // ---- Failures
 
-  // Completes a call that is in no exchange with an error, and fails its run on
+  // Completes a call outside any exchange with an error, and fails its run on
   // all ranks.
   void CompleteWithError(const Call& call, const Status& status)
       EP_EXCLUDES(mutex_);
-  // Fails a run in this process and in all others.
+  // Fails a run in all processes.
   void FailRunEverywhere(uint64_t site_id, int64_t run_id,
                          const Status& status);
-  // Keeps an exchange in the trace, unless that was off when a post came.
+  // Records an exchange, if the trace was on when the posts arrived.
   void TraceEnd(const Exchange& exchange);
-  // Keeps in the trace that an exchange has failed.
+  // Records a failed exchange.
   void TraceFailure(const Exchange& exchange, const Status& status);
-  // Keeps in the trace that an op has failed because ranks that have not posted
-  // (null: any other) have left.
+  // Records an op that failed because ranks left. The ranks have not posted to
+  // `exchange` (null: a new exchange).
   void TraceLeft(const PostedOp& op, int32_t domain, const Exchange* exchange,
                  const Status& status) EP_REQUIRES(mutex_);
   // Fails the pending exchanges for which `match` holds, and their runs on all
-  // ranks, because posts that they lack cannot come any more. (A rank that
-  // learns the reason in one exchange comes to no other exchange of its run.)
+  // ranks, because missing posts cannot arrive any more. (A rank that learns
+  // the reason in one exchange posts to no other exchange of its run.)
   template <typename Match>
   void FailPending(const Status& reason, Match match) EP_EXCLUDES(mutex_);
   void OnLeave(int32_t process, bool is_orderly, const std::string& its_reason)
       EP_EXCLUDES(mutex_);
-  // Lets other processes read what the group does.
+  // Publishes the state of the group to other processes.
   void Publish() EP_REQUIRES(mutex_);
-  // Publishes. Fails what is late, and warns once of an exchange that still
-  // lacks posts a third of timeout_s after its first post.
-  // Ends the process if a run has failed, `exit_after_s` is over, and the
-  // process has neither closed the group nor run another op on each of its
-  // devices: one may wait for a failed rank in a collective of XLA.
+  // Publishes the state, fails late exchanges, and warns once of an exchange
+  // that lacks posts a third of timeout_s after its first post.
+  //
+  // Terminates the process `exit_after_s` after a failed run, if the process
+  // has neither closed the group nor run another op on each of its devices: a
+  // device may wait for a failed rank in an XLA collective.
   void OnTick() EP_EXCLUDES(mutex_);
 
   const Options options_;
@@ -187,13 +187,13 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Outcomes outcomes_ EP_GUARDED_BY(mutex_);
   LastPosts last_posts_ EP_GUARDED_BY(mutex_);
   Launches launches_ EP_GUARDED_BY(mutex_);
-  // A failure, the time when the process may end because of it, and the local
-  // members of the topology that have run no other op since.
+  // A failure, the time when the process may terminate because of it, and the
+  // local members of the topology that have run no op since then.
   Status failure_ EP_GUARDED_BY(mutex_);
   double exit_at_ EP_GUARDED_BY(mutex_) = 0;
   std::set<int32_t> waiting_ EP_GUARDED_BY(mutex_);
   bool has_warned_ EP_GUARDED_BY(mutex_) = false;  // see OnTick
-  // Actions that wait, by site id, until the op has run here.
+  // Actions that wait until the op has run in this process, by site id.
   std::map<uint64_t, std::vector<std::function<void()>>> deferred_
       EP_GUARDED_BY(mutex_);
 
@@ -201,7 +201,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   SharedText progress_ EP_GUARDED_BY(mutex_);
   Trace trace_;
   Workers workers_;
-  // The last member: its thread, which its destructor joins, uses all others.
+  // The last member, since its destructor joins a thread that uses the others.
   std::unique_ptr<Peers> peers_;
 };
 

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// One process of a group, while the test sends the messages of its peers: in
-// orders that are rare in practice, and with posts that no peer of ours would
-// send.
+// Tests one real process of a group. The test sends the messages of its peers:
+// in rare orders, and with invalid posts.
 
 #include "ep_ffi/backends/host/engine/exchange.h"
 
@@ -21,8 +20,8 @@
 namespace ep::host {
 namespace {
 
-constexpr int32_t kRanks = 4;  // one per process; rank 0 is real
-constexpr int64_t kInts = 2;   // that each rank posts
+constexpr int32_t kRanks = 4;  // one per process; only rank 0 is real
+constexpr int64_t kInts = 2;   // per rank
 
 class ExchangeTest : public ::testing::Test {
  protected:
@@ -73,7 +72,7 @@ class ExchangeTest : public ::testing::Test {
 
   void PeerCloses(int32_t rank) {
     peers_[rank]->SendBye("");
-    // Tries new runs until one fails because the peer is gone.
+    // Starts new runs until one fails because the peer has closed.
     for (int i = 0; i < 1000; ++i) {
       std::future<Result> probe = Post(--last_probe_);
       if (probe.wait_for(std::chrono::milliseconds(10)) ==
@@ -84,7 +83,7 @@ class ExchangeTest : public ::testing::Test {
     ADD_FAILURE() << "no peer has closed";
   }
 
-  // Posts {1, 1} as rank 0. The result is the sum of the ints of all ranks.
+  // Posts {1, 1} as rank 0. The result is the sum of all ranks' ints.
   struct Result {
     Status status;
     int32_t sum = 0;
@@ -100,12 +99,12 @@ class ExchangeTest : public ::testing::Test {
     Contribution c;
     c.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
     c.signature[Signature::kFirstBytes] = sizeof(state->ints);
-    c.arrays.rows.rows = reinterpret_cast<const std::byte*>(state->ints);
+    c.arrays.first = state->ints;
     c.num_chunks = 1;
-    c.run = [state](const AllArrays& ranks, int64_t) {
-      for (const RankRows& rank : ranks.rows) {
+    c.run = [state](const std::vector<Arrays>& ranks, int64_t) {
+      for (const Arrays& rank : ranks) {
         int32_t ints[kInts];
-        std::memcpy(ints, rank.rows, sizeof(ints));
+        std::memcpy(ints, rank.first, sizeof(ints));
         for (int32_t i : ints) state->sum += i;
       }
       return Status();
@@ -143,10 +142,10 @@ class ExchangeTest : public ::testing::Test {
     testing::ExpectFailure({code, {word}}, Get(std::move(future)).status);
   }
 
-  // The run that failed last. A thread may write it when the test is over.
+  // The last failed run. A thread may write it after the test.
   std::shared_ptr<std::atomic<int64_t>> failed_run_ =
       std::make_shared<std::atomic<int64_t>>(0);
-  std::vector<std::unique_ptr<Peers>> peers_;  // 1.. are the test's
+  std::vector<std::unique_ptr<Peers>> peers_;  // the first one is empty
   std::shared_ptr<Exchanges> exchanges_;
 
  private:
@@ -164,7 +163,7 @@ TEST_F(ExchangeTest, PostsOfALaterIterationWait) {
   ExpectSum(4442, Post(7));
 }
 
-TEST_F(ExchangeTest, APeerMayCloseOnceItHasPosted) {
+TEST_F(ExchangeTest, APeerMayCloseAfterItsPost) {
   PeerPosts(1, 7, 10);
   PeerCloses(1);
   PeerPosts(2, 7, 100);
@@ -172,7 +171,7 @@ TEST_F(ExchangeTest, APeerMayCloseOnceItHasPosted) {
   ExpectSum(2222, Post(7));
 }
 
-TEST_F(ExchangeTest, APeerMayCloseWhileItsPeersStillCome) {
+TEST_F(ExchangeTest, APeerMayCloseBeforeOtherPeersPost) {
   std::future<Result> mine = Post(7);
   PeerPosts(1, 7, 10);
   PeerCloses(1);
@@ -182,13 +181,13 @@ TEST_F(ExchangeTest, APeerMayCloseWhileItsPeersStillCome) {
   ExpectSum(2222, std::move(mine));
 }
 
-TEST_F(ExchangeTest, PostsThatMakeNoSenseFailTheirRun) {
+TEST_F(ExchangeTest, InvalidPostsFailTheirRun) {
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
   const std::function<void(Message*)> forgeries[] = {
       [](Message* m) { m->domain = -1; },
       [](Message* m) { m->domain = 1; },
       [](Message* m) { m->rank = -1; },
-      [](Message* m) { m->rank = 0; },  // another process's
+      [](Message* m) { m->rank = 0; },  // of another process
       [](Message* m) { m->rank = kRanks; },
       [](Message* m) { m->segment = 12345; },
       [](Message* m) { m->signature[Signature::kFirstBytes] = -8; },
@@ -209,7 +208,7 @@ TEST_F(ExchangeTest, PostsThatMakeNoSenseFailTheirRun) {
   ExpectSum(62, Post(7));
 }
 
-// The fingerprints of a program may differ between processes, far apart.
+// The fingerprints of a program may differ between processes.
 TEST_F(ExchangeTest, LaunchesMeetByNumberWhereRunIdsDiffer) {
   constexpr int64_t kElsewhere = int64_t{1} << 40;
   for (int64_t number : {0, 1, 2}) {
@@ -226,7 +225,7 @@ class LateTest : public ExchangeTest {
   LateTest() : ExchangeTest(/*timeout_s=*/1.5) {}
 };
 
-TEST_F(LateTest, AMissingRankIsNamedWithItsLastOp) {
+TEST_F(LateTest, TheErrorNamesAMissingRankAndItsLastOp) {
   for (int32_t rank : {1, 3}) PeerPosts(rank, 7, 10);
   ExpectError(Code::kDeadlineExceeded,
               "rank 1 (process 1), rank 3 (process 3) waited timeout_s = 1.5 s "
@@ -238,8 +237,8 @@ TEST_F(LateTest, AMissingRankIsNamedWithItsLastOp) {
               Post(8));
 }
 
-// The process of the first rank that waits warns, once.
-TEST_F(LateTest, AMissingRankIsNamedBeforeAnyError) {
+// Only the process of the first rank that waits warns, once.
+TEST_F(LateTest, AWarningNamesAMissingRankBeforeTheError) {
   const std::string words =
       "rank 0 (process 0), rank 1 (process 1) waited a third of timeout_s = "
       "1.5 s for rank 2 (process 2) that has run no op yet, rank 3";
@@ -266,7 +265,7 @@ TEST_F(LateTest, AProcessThatOthersWaitForDoesNotWarn) {
   ExpectSum(62, Post(7));
 }
 
-TEST_F(ExchangeTest, ClosingReportsAnOpThatOnlyAPeerRan) {
+TEST_F(ExchangeTest, ClosingReportsAnOpThatThisProcessMissed) {
   AllPeersPost(7, 10);
   ExpectSum(62, Post(7));
   PeerPosts(1, 12, 10, [](Message* m) { m->launch.number = 5; });
@@ -277,7 +276,7 @@ TEST_F(ExchangeTest, ClosingReportsAnOpThatOnlyAPeerRan) {
       exchanges_->Close());
 }
 
-TEST_F(ExchangeTest, ClosingDoesNotRepeatWhatAnOpHasReported) {
+TEST_F(ExchangeTest, ClosingDoesNotRepeatAReportedError) {
   AllPeersPost(7, 10);
   ExpectSum(62, Post(7));
   PeerPosts(1, 8, 10, [](Message* m) { m->launch.site_id = 77; });
@@ -286,8 +285,8 @@ TEST_F(ExchangeTest, ClosingDoesNotRepeatWhatAnOpHasReported) {
   testing::ExpectOk(exchanges_->Close());
 }
 
-// In particular, a rank may read as many bytes of its peers as it posts itself.
-TEST_F(ExchangeTest, APostOfAnotherShapeFailsItsRun) {
+// In particular, a rank may not post fewer bytes than its peers read.
+TEST_F(ExchangeTest, DifferentSignaturesFailTheirRun) {
   for (int field = 0; field < Signature::kNumFields; ++field) {
     SCOPED_TRACE(field);
     std::future<Result> mine = Post(field);

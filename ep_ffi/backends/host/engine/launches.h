@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// How the launches of a program are named across processes.
+// Names of a program's launches across processes.
 //
-// Within a process, XLA's run id names a launch: a fingerprint of the program,
-// of 32 bits, plus a count of its launches. Between processes the fingerprints
-// differ more often than one would think, since the text of a program holds
-// the source lines that led to it: one process that reaches a step through
-// another line (to profile it, say), or that loads it from the persistent
-// compilation cache, has other run ids. The count is the same everywhere.
+// In one process, XLA's run id names a launch: a 32-bit fingerprint of the
+// program, plus the number of its launches. The fingerprints often differ
+// between processes, since the text of a program contains source lines. They
+// differ if one process calls the step from another line, or loads the program
+// from the persistent compilation cache. The number is equal everywhere.
 //
-// So a process sends its peers the id of the op's site, the run id and the
-// launch's number, counted from the first launch of the op that it has seen. A
-// run id that is near to the latest of an executable here is taken as it is,
-// since it is exact even if the first launches overtook each other; otherwise
-// the number decides. Launches are counted by site and not by module, because
-// several executables may be made of one module (by jax.export, or by compiling
-// it twice), and each has run ids of its own.
+// So a message contains the site id of the op, the sender's run id, and the
+// number of the launch, counted from the first launch that the sender has seen.
+// The receiver uses a run id directly if it is near the latest run id of one of
+// its executables; this is exact even if the first launches overtook each
+// other. Otherwise the receiver uses the number. The number counts by site, not
+// by module, because several executables of one module (from jax.export, or
+// from two compilations) have separate run ids.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_LAUNCHES_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_LAUNCHES_H_
@@ -26,7 +25,7 @@
 #include <optional>
 #include <vector>
 
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 
 namespace ep::host {
 
@@ -41,19 +40,18 @@ class Launches {
     return {site_id, run_id, Difference(run_id, entry->second)};
   }
 
-  // Notes that this process has come to a launch.
+  // Records that this process has begun a launch.
   void Reach(const Launch& launch) {
     int64_t& reached = reached_.try_emplace(launch.site_id, -1).first->second;
     reached = std::max(reached, launch.number);
   }
-  // Returns whether it has come to this launch, or a later one.
+  // Returns whether this process has begun this launch, or a later one.
   bool HasReached(const Launch& launch) const {
     auto entry = reached_.find(launch.site_id);
     return entry != reached_.end() && entry->second >= launch.number;
   }
 
-  // Returns the run id that a peer's launch has here, or none if it is not
-  // known yet.
+  // Returns this process's run id of a peer's launch, or none if it is unknown.
   std::optional<int64_t> RunId(const Launch& launch) const {
     if (IsNear(launch.run_id)) return launch.run_id;
     auto entry = first_.find(launch.site_id);
@@ -62,22 +60,22 @@ class Launches {
   }
 
  private:
-  // Run ids are fingerprints: they wrap around.
+  // Run ids wrap around, as fingerprints do.
   static int64_t Difference(int64_t a, int64_t b) {
     return static_cast<int64_t>(static_cast<uint64_t>(a) -
                                 static_cast<uint64_t>(b));
   }
 
-  // Processes are fewer launches apart than this: JAX itself hangs with about
-  // 50 in flight. Fingerprints of two programs are nearer to each other than
-  // this once in two million pairs.
+  // The number of launches between processes is below this bound: JAX itself
+  // hangs with about 50 launches in flight. The fingerprints of one pair of
+  // programs in two million are nearer than this.
   static constexpr int64_t kNear = 1 << 10;
   static bool AreNear(int64_t a, int64_t b) {
     const int64_t distance = Difference(a, b);
     return -kNear < distance && distance < kNear;
   }
 
-  // Returns whether the executable with this run id has run in this process.
+  // Returns whether this process has run the executable with this run id.
   bool IsNear(int64_t run_id) const {
     return std::any_of(latest_.begin(), latest_.end(),
                        [&](int64_t id) { return AreNear(run_id, id); });
@@ -91,9 +89,9 @@ class Launches {
     latest_.push_back(run_id);
   }
 
-  std::map<uint64_t, int64_t> first_;    // run id, by site
+  std::map<uint64_t, int64_t> first_;    // first run id, by site
   std::map<uint64_t, int64_t> reached_;  // number of the latest launch, by site
-  std::vector<int64_t> latest_;          // the run id, of each executable
+  std::vector<int64_t> latest_;          // latest run id of each executable
 };
 
 }  // namespace ep::host

@@ -26,7 +26,7 @@ const Part& Exchange::FirstPost() const {
 }
 
 std::vector<int32_t> Exchange::Outliers() const {
-  // Ranks that have posted the same have the same first rank; -1: none.
+  // The first rank with an equal signature, by rank; -1 if it has not posted.
   std::vector<int64_t> first_alike;
   for (const Part& part : parts) {
     const auto is_alike = [&](const Part& other) {

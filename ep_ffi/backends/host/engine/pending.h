@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The exchanges that still lack posts, and to which exchange a post belongs.
+// The exchanges that still lack posts.
 //
-// Posts meet by key, never by arrival. Within a loop the same key recurs, but a
-// rank posts iteration i + 1 only after i completed, so the oldest exchange
-// that lacks the rank's post is the right one.
+// Posts match by key, never by arrival. In a loop a key recurs, but a rank
+// posts iteration i + 1 only after iteration i has completed. So a post belongs
+// to the oldest exchange of its key that lacks the rank's post.
 //
-// Nothing here knows of processes, messages or failures.
+// This file knows neither processes nor messages nor failures.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_PENDING_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_PENDING_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -20,20 +21,69 @@
 #include <utility>
 #include <vector>
 
-#include "ep_ffi/backends/host/engine/contribution.h"
-#include "ep_ffi/backends/host/engine/posted_op.h"
+#include "ep_ffi/backends/host/transport/messages.h"
+#include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
+#include "ep_ffi/core/trace.h"
 
 namespace ep::host {
 
-// Names an exchange, but for the iterations of a loop.
+// The op of a post.
+struct PostedOp {
+  Op op = {};  // any number in a peer's message
+  Launch launch = {};
+  int64_t position = 0;     // of the op in its program
+  bool is_checked = false;  // whether the layer is checked; false for peers
+  std::string layer;
+  std::string program;
+
+  // Returns the name of the op, ep_dispatch(layer "moe_3"), and in checked mode
+  // also the step, which is the number of earlier launches.
+  std::string Name() const { return NameOf(/*with_step=*/is_checked); }
+  // Returns name, step, program and position, to compare ranks.
+  std::string FullName() const {
+    return StrCat(NameOf(/*with_step=*/true), " of \"", program, "\", op ",
+                  position);
+  }
+
+ private:
+  std::string NameOf(bool with_step) const {
+    std::string name = OpName(op, layer);
+    if (with_step) name += StrCat(", step ", launch.number);
+    return name;
+  }
+};
+
+// Identifies an exchange, except for the iterations of a loop.
 struct Key {
   int32_t domain;
   uint64_t site_id;  // see Site::id
-  int64_t run_id;    // as this process knows it
+  int64_t run_id;    // of this process
 
   auto Tie() const { return std::tie(domain, site_id, run_id); }
   bool operator<(const Key& other) const { return Tie() < other.Tie(); }
+};
+
+// The two arrays of a rank that its peers read: of a mover, rows and weights;
+// of ep_prepare, the sorted choices. The signature has their sizes.
+struct Arrays {
+  const void* first = nullptr;
+  const void* second = nullptr;  // null if it is empty
+};
+
+// The contribution of a rank to an exchange: arrays for its peers, and the work
+// of the rank after all ranks have posted.
+struct Contribution {
+  Signature signature;
+  Arrays arrays;
+  // Copies the parts of both arrays that other processes read to a segment.
+  // Null: copy both arrays whole.
+  std::function<void(std::byte* first, std::byte* second)> stage;
+  // The work of this rank, in chunks that may run concurrently.
+  int64_t num_chunks = 0;
+  std::function<Status(const std::vector<Arrays>& ranks, int64_t chunk)> run;
+  // Returns the row counts for a trace, after the work; null for none.
+  std::function<TracedRows()> moved;
 };
 
 // The post of a rank.
@@ -41,18 +91,18 @@ struct Part {
   bool is_posted = false;
   double came_at = 0;  // see Trace::Time
   PostedOp op;
-  Contribution contribution;  // signature and arrays only, if it is remote
+  Contribution contribution;  // of a remote rank: signature and arrays only
   // Completes the call of a local rank; null if the rank is remote.
   std::function<void(Status)> done;
-  // The segment of a remote rank, which is to be released.
+  // The segment of a remote rank, to be released.
   int32_t process = -1;
   uint64_t segment = 0;
 };
 
-// One meeting of all ranks of a domain.
+// An exchange of all ranks of a domain.
 struct Exchange {
   Key key;
-  double began_at;  // of Now()
+  double began_at;  // see Now
   int32_t num_missing;
   std::vector<Part> parts;  // by rank
   double complete_at = 0;   // see Trace::Time
@@ -60,28 +110,28 @@ struct Exchange {
   static constexpr int32_t kNoRank = -1;
   // Returns the first rank whose call waits in this process, or kNoRank.
   int32_t FirstLocalRank() const;
-  // Returns the name of the op, as the first local rank knows it.
+  // Returns the name of the op from the first local rank.
   std::string OpName() const;
   // Returns the post of the first rank that has posted.
   const Part& FirstPost() const;
-  // Returns the ranks that have not posted; if there is none, those that have
-  // not posted what most ranks have.
+  // Returns the ranks that have not posted. If all have posted, returns the
+  // ranks that disagree with the majority.
   std::vector<int32_t> Outliers() const;
 };
 using ExchangePtr = std::shared_ptr<Exchange>;
 
-// Not thread-safe: the owner's lock guards it. An exchange that was returned as
-// complete, or taken, belongs to the caller alone.
+// Not thread-safe; the owner's lock guards it. The caller owns an exchange that
+// `Add` or `Take` has returned.
 class Pending {
  public:
   // Exchanges have `ep_size` ranks.
   explicit Pending(int32_t ep_size) : ep_size_(ep_size) {}
 
-  // Returns the exchange that a post of `rank` would be added to, or null if it
-  // would begin a new one.
+  // Returns the exchange to which a post of `rank` would belong, or null if the
+  // post would begin one.
   const Exchange* Find(const Key& key, int32_t rank) const;
 
-  // Adds a post. Returns its exchange if that is complete now, else null.
+  // Adds a post. Returns its exchange if the post completes it, else null.
   ExchangePtr Add(const Key& key, int32_t rank, Part part);
 
   // Removes and returns the exchanges for which `match` holds.
@@ -99,15 +149,14 @@ class Pending {
     return taken;
   }
 
-  // Returns the exchanges whose first post came at `time` or before. They stay
-  // pending.
+  // Returns the exchanges that began by `time`. They stay pending.
   std::vector<const Exchange*> FindBegunBy(double time) const;
 
  private:
-  // Equal keys are in the order in which their exchanges began.
+  // Exchanges of equal keys are in the order of their beginnings.
   using Entries = std::multimap<Key, ExchangePtr>;
 
-  // Returns the entry that `Find` finds, or else end().
+  // Returns the entry that `Find` finds, or end().
   Entries::const_iterator FindEntry(const Key& key, int32_t rank) const;
 
   const int32_t ep_size_;

@@ -11,7 +11,7 @@
 
 namespace ep::host {
 
-// The threads share it, and outlive the object whose state it is.
+// The threads share the state, which outlives the Workers object.
 struct Workers::State {
   Mutex mutex;
   CondVar changed;
@@ -52,7 +52,7 @@ void Workers::Loop(std::shared_ptr<State> state, bool keeps_waiting) {
       state->tasks.pop_front();
       state->mutex.Unlock();
       task();
-      task = nullptr;  // its destructors, too, run without the lock
+      task = nullptr;  // runs its destructors without the lock
       state->mutex.Lock();
     }
     if (state->is_stopped || !keeps_waiting) return;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Fuzzes the choices in a peer's segment, from which ep_prepare builds a plan.
-// Input: the bytes of the segment, `starts` and then `order`.
+// Input: the bytes of the segment, `starts` then `order`.
 
 #include <algorithm>
 #include <cstdint>
@@ -32,8 +32,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const PlanDims dims = host::SampleDims(/*ep_size=*/4);
   static const std::vector<SortedChoices> good = host::SampleSorted(dims);
   std::vector<SortedChoices> sorted = good;
-  // The arrays are as long as a peer's must be, so that a sanitizer sees a read
-  // beyond them.
+  // The arrays have the exact sizes of a peer's arrays, so that a sanitizer
+  // detects reads past their ends.
   for (std::vector<int32_t>* words : {&sorted[1].starts, &sorted[1].order}) {
     const size_t bytes = std::min(size, words->size() * sizeof(int32_t));
     if (bytes > 0) std::memcpy(words->data(), data, bytes);

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Fuzzes what a peer sends: messages on its socket, and the memory it shares.
-// Input: a sequence of messages. Eight bytes come before each: the descriptors
-// that it carries, a byte that is unused, its length in two bytes, and four
-// more unused ones. A message is padded to eight bytes, so that a fuzzer
-// changes a whole field where it writes to a multiple of eight. While messages
-// come, two ops wait for this peer.
+// Fuzzes a peer: the messages on its socket, and its shared memory. Two ops
+// wait for the peer meanwhile.
+//
+// Input: a sequence of messages. A header of eight bytes precedes each: the
+// kind of its descriptors, an unused byte, its length in two bytes, and four
+// unused bytes. Messages are padded to eight bytes, so that a fuzzer that
+// writes to a multiple of eight changes a whole field.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -16,7 +17,7 @@
 
 #include "ep_ffi/backends/host/fuzz/sample.h"
 #include "ep_ffi/backends/host/testing/groups.h"
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/testing/fuzz.h"
 #include "ep_ffi/testing/ranks.h"
 
@@ -30,8 +31,8 @@ const PlanDims kDims = SampleDims(/*ep_size=*/2);
 constexpr testing::RowType kType = {3, DType::kFloat32};
 constexpr int64_t kRun = 1;
 
-// Returns the descriptor of a segment of one page, with the choices that
-// ep_prepare stages for the sample. A mover can read them as rows.
+// Returns the descriptor of a segment of one page with the sample's staged
+// choices. A mover reads them as rows.
 int SampleSegment() {
   const SortedChoices choices = SampleSorted(kDims)[1];
   const int fd = memfd_create("sample", MFD_ALLOW_SEALING);
@@ -47,7 +48,7 @@ int SampleSegment() {
   return fd;
 }
 
-// Two ops that wait for a peer, which is an impostor.
+// Two ops that wait for an impostor.
 class Conversation {
  public:
   // Posts ep_prepare and ep_combine on rank 0.
@@ -68,8 +69,7 @@ class Conversation {
 
   Impostor& impostor() { return *group_.impostor; }
 
-  // Lets the impostor leave, which ends both ops. Returns whether an op
-  // succeeded.
+  // Ends the impostor and thereby both ops. Returns whether an op succeeded.
   bool End() {
     impostor().Leave();
     const bool prepared = prepare_->Wait(0).ok();
@@ -83,7 +83,7 @@ class Conversation {
   testing::StepPtr prepare_, combine_;
 };
 
-// Returns the descriptors that may come with a message.
+// Returns the descriptors of a message.
 std::vector<int> Descriptors(uint8_t kind) {
   static const int segment = SampleSegment();
   static const int unsealed = memfd_create("unsealed", MFD_ALLOW_SEALING);
@@ -103,7 +103,7 @@ std::vector<int> Descriptors(uint8_t kind) {
   }
 }
 
-// Returns a message as an input has it.
+// Returns a message in the format of an input.
 std::string Record(const Message& message, const std::string& text) {
   const std::string bytes = Encode(message, text);
   const char kind = message.type == Message::kSegment;  // see Descriptors
@@ -126,7 +126,7 @@ std::string Record(Message::Type type, Code code, const std::string& text) {
 }  // namespace
 }  // namespace ep::host
 
-// The seeds are what the real process sends, as if the other one sent it.
+// Seeds are messages of the real process, changed to messages of the impostor.
 std::vector<ep::testing::Seed> ep::testing::FuzzSeeds() {
   using namespace ep::host;
   Conversation conversation;

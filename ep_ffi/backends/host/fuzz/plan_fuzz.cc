@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Fuzzes the routing in EpHandle.mem, as the four ops use it. Input: the mem of
-// one rank. Its peers, in its process and in another one, have valid ones.
+// Fuzzes EpHandle.mem in the four ops that read it. Input: the mem of one rank.
+// Its peers, in two processes, have valid ones.
 
 #include <gtest/gtest.h>
 
@@ -24,10 +24,10 @@ using testing::StepPtr;
 
 constexpr testing::RowType kType = {3, DType::kFloat32};
 
-struct World {
-  World()
+struct PreparedGroup {
+  PreparedGroup()
       : dims(SampleDims(/*ep_size=*/4)),
-        domain(MakeHostWorld({dims}, /*max_processes=*/2)[0]) {
+        domain(MakeHostGroup({dims}, /*max_processes=*/2)[0]) {
     const std::vector<SortedChoices> sorted = SampleSorted(dims);
     for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
       mems.push_back(testing::BuiltPlan(dims, rank, sorted).mem);
@@ -60,7 +60,7 @@ struct World {
 
   const PlanDims dims;
   const testing::Domain domain;
-  std::vector<std::vector<std::byte>> mems;  // good ones, by rank
+  std::vector<std::vector<std::byte>> mems;  // valid ones, by rank
   int64_t run_id = 0;
   testing::Random random;
 };
@@ -82,21 +82,21 @@ std::vector<ep::testing::Seed> ep::testing::FuzzSeeds() {
       {"a good plan", plan(dims, 0)},
       {"of another rank", plan(dims, 1), false},
       {"of another layer", plan(other, 0), false},
-      // This plan has as many bytes, but is from a group of another size.
+      // This plan has as many bytes, but another group size.
       {"of another group", plan(host::SampleDims(/*ep_size=*/2), 0), false},
       {"of another routing", BytesOf(BuiltPlan(dims, 0, rotated).mem), false},
   };
 }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  static ep::host::World* world = new ep::host::World();
+  static auto* group = new ep::host::PreparedGroup();
   const auto* bytes = reinterpret_cast<const std::byte*>(data);
   std::vector<std::byte> mem(bytes, bytes + size);
-  // No mutation would guess the checksum, which is checked before all else.
-  if (mem.size() == static_cast<size_t>(ep::PlanBytes(world->dims))) {
-    ep::SealPlan(world->dims, mem.data());
+  // No mutation would guess the checksum, which the ops check first.
+  if (mem.size() == static_cast<size_t>(ep::PlanBytes(group->dims))) {
+    ep::SealPlan(group->dims, mem.data());
   }
   bool ran = true;
-  for (ep::Op op : ep::testing::kMoves) ran = world->Run(op, mem) && ran;
+  for (ep::Op op : ep::testing::kMoves) ran = group->Run(op, mem) && ran;
   return ran ? 0 : -1;
 }

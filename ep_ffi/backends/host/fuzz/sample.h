@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The exchange that the seeds are taken from. It is not random, so that a seed
-// is valid wherever it is read.
+// The exchange of the seeds. It is not random, so that seeds are valid on every
+// machine.
 
 #ifndef EP_FFI_BACKENDS_HOST_FUZZ_SAMPLE_H_
 #define EP_FFI_BACKENDS_HOST_FUZZ_SAMPLE_H_
@@ -16,7 +16,7 @@
 
 namespace ep::host {
 
-// There are so few slots that some choices are dropped.
+// Some choices are dropped, because there are few slots.
 inline PlanDims SampleDims(int64_t ep_size) {
   return {/*num_experts=*/8, ep_size,         /*num_tokens=*/6,
           /*top_k=*/3,       /*capacity=*/16, /*alignment=*/2,
@@ -46,20 +46,19 @@ inline std::vector<testing::RankInput> SampleInputs(const PlanDims& dims) {
   return inputs;
 }
 
-// Returns what each rank tells the others of these choices.
+// Returns the sorted choices of each rank.
 inline std::vector<SortedChoices> SampleSorted(const PlanDims& dims) {
   return testing::SortAll(dims, SampleChoices(dims));
 }
 
-// Ends the process if a fuzz target has found something, as a sanitizer would.
+// Aborts if a fuzz target has found an error, as a sanitizer does.
 inline void Require(bool condition, const char* what) {
   if (condition) return;
   std::fprintf(stderr, "not so: %s\n", what);
   std::abort();
 }
 
-// Checks what holds for every plan that ep_prepare returns, whatever its
-// inputs.
+// Checks the invariants of every plan of ep_prepare.
 inline void RequireSane(const PlanDims& dims, int64_t rank,
                         const std::vector<std::byte>& mem) {
   Plan plan;

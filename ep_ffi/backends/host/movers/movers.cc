@@ -10,8 +10,8 @@
 namespace ep::host {
 namespace {
 
-// This is large enough to hide the cost of handing out a chunk, and small
-// enough to share a small exchange among a few threads.
+// Large enough to hide the cost of handing out a chunk, and small enough to
+// share a small exchange among a few threads.
 constexpr int64_t kChunkBytes = 256 << 10;
 
 int64_t RowsPerChunk(int64_t bytes_per_row) {
@@ -57,7 +57,7 @@ Status Scatter::RunChunk(const std::vector<RankRows>& ranks,
   for (int64_t slot = begin; slot < end; ++slot) {
     const Route route = plan.recv()[slot];
     std::byte* out = args.slots.data + slot * row_bytes;
-    if (route.rank == kNoRoute.rank) {  // pads a slab
+    if (route.rank == kNoRoute.rank) {  // a row that pads a slab
       std::memset(out, 0, row_bytes);
       if (args.slot_weights) args.slot_weights[slot] = 0;
       continue;

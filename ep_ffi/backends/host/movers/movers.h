@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The two data movers. Each pulls: a rank reads its peers' rows and writes
-// its own outputs, so no two ranks ever write the same memory.
+// The two data movers. A rank reads the rows of its peers and writes its own
+// outputs, so no two ranks write the same memory.
 //
 //   Scatter    token rows -> slots    (dispatch, backward of combine)
 //   GatherSum  slots -> token rows    (combine, backward of dispatch)
 //
-// A mover is cut into independent chunks so that several threads can share
-// it. Sums are taken in float32 in ascending k, rounded once; the file is
-// compiled without contraction to fused multiply-adds, so that every machine
-// gives the same bits.
+// A mover consists of independent chunks, which several threads may share. It
+// adds in float32 in ascending k and rounds once. The compiler may not fuse
+// multiply and add (copts.bzl), so that every machine computes the same bits.
 
 #ifndef EP_FFI_BACKENDS_HOST_MOVERS_MOVERS_H_
 #define EP_FFI_BACKENDS_HOST_MOVERS_MOVERS_H_
@@ -24,9 +23,8 @@
 
 namespace ep::host {
 
-// The arrays that a rank lets its peers read: for Scatter its token rows and
-// [T, K] weights, for GatherSum its slots and their weights. Weights may be
-// null.
+// The arrays of a rank that its peers read. For Scatter: token rows and [T, K]
+// weights; for GatherSum: slots and their weights. Weights may be null.
 struct RankRows {
   const std::byte* rows;
   const float* weights;
@@ -42,7 +40,7 @@ struct Scatter {
   Status RunChunk(const std::vector<RankRows>& ranks, int64_t chunk) const;
 
  private:
-  // Runs the last chunk, which there is unless the tail is unspecified.
+  // Runs the last chunk. It exists unless the tail is unspecified.
   void FillTail() const;
 };
 
@@ -50,13 +48,13 @@ struct GatherSum {
   PlanDims dims;
   Plan plan;
   GatherArgs args;
-  bool must_be_finite = false;  // whether a sum that is not is an error
+  bool must_be_finite = false;  // whether an infinite or NaN sum is an error
 
   int64_t num_chunks() const;
   Status RunChunk(const std::vector<RankRows>& ranks, int64_t chunk) const;
 
  private:
-  // Fails if the sum of a token is not finite, and names a term that is not.
+  // Fails if the sum of a token is not finite. The error names such a term.
   Status CheckFinite(const std::vector<RankRows>& ranks, int64_t token) const;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The movers without an engine around them: chunks, and corrupt plans. The
-// conformance suite tests what they compute, see group_test.cc.
+// Tests chunks and corrupt plans of the movers, without an engine. The
+// conformance suite tests the results; see group_test.cc.
 
 #include "ep_ffi/backends/host/movers/movers.h"
 
@@ -33,8 +33,8 @@ using testing::RowType;
 using testing::SortAll;
 using testing::Uniform;
 
-// Memory between two pages that may not be touched, so that the first byte
-// out of bounds is a crash. It ends where the upper page begins.
+// Memory between two inaccessible pages. It ends at the upper page, so that the
+// first access past its end crashes.
 class Fenced {
  public:
   explicit Fenced(size_t bytes) {
@@ -65,7 +65,7 @@ class Fenced {
   size_t size_;
 };
 
-// The arrays that the ranks let each other read, copied between fences.
+// Copies of the ranks' arrays, in fenced memory.
 struct Sources {
   explicit Sources(const std::vector<RankData>& data) {
     for (const RankData& d : data) {
@@ -79,7 +79,7 @@ struct Sources {
   std::vector<RankRows> ranks;
 };
 
-// A plan of rank 0, and the data of all ranks on both sides of it.
+// A plan of rank 0, and the inputs of all ranks for both movers.
 struct Exchange {
   Exchange(Random& random, const PlanDims& dims, const RowType& type)
       : dims(dims), type(type) {
@@ -99,7 +99,7 @@ struct Exchange {
   std::vector<RankData> tokens, slots;  // by rank
 };
 
-// Runs a mover on rank 0 by the plan in `mem`, into fenced outputs.
+// Runs a mover on rank 0 with the plan in `mem` and fenced outputs.
 template <typename Mover>
 Status RunMover(const Exchange& e, const std::byte* mem, const Sources& sources,
                 RankData* out) {
@@ -134,7 +134,7 @@ constexpr PlanDims kDims = {/*num_experts=*/6, /*ep_size=*/3,
                             /*capacity=*/200,  /*alignment=*/4,
                             /*drop=*/true};
 
-// The rows are smaller than a chunk, do not divide it, or are larger than it.
+// Rows are smaller than a chunk, do not divide a chunk, or are larger.
 TEST(MoversTest, ChunksCoverEveryRowOnce) {
   Random random(7);
   for (int64_t width : {1, 3000, 100000}) {
@@ -152,7 +152,7 @@ TEST(MoversTest, ChunksCoverEveryRowOnce) {
   }
 }
 
-// Flipped bits move rows or are an error; they never lead out of bounds.
+// Flipped bits change routes or cause an error, and no access is out of bounds.
 TEST(MoversTest, CorruptPlansStayInBounds) {
   Random random(8);
   const Exchange e(random, kDims, {3, DType::kBFloat16});
@@ -177,12 +177,12 @@ TEST(MoversTest, CorruptPlansStayInBounds) {
   EXPECT_GT(errors, 500);
 }
 
-TEST(MoversTest, ACorruptRouteIsNamed) {
+TEST(MoversTest, TheErrorNamesACorruptRoute) {
   Random random(9);
   const Exchange e(random, kDims, {3, DType::kBFloat16});
   for (const Route& bad : {Route{3, 0}, Route{-2, 0}, Route{0, -1},
                            Route{0, 200}, Route{INT32_MAX, INT32_MIN}}) {
-    // These are the first send route, and the first recv route.
+    // The offsets of the first send route and the first recv route.
     const size_t header = 64;
     for (size_t at : {header, header + 100 * sizeof(Route)}) {
       std::vector<std::byte> mem = e.mem;

@@ -5,17 +5,15 @@
 
 #include "ep_ffi/core/float_types.h"
 
-// Without these options, GCC does not vectorize a choice between floats, since
-// it may not compute both; and it jams the loop over terms, which then adds
-// them one element at a time.
+// Without these options, GCC neither vectorizes a choice between floats, since
+// computing both might trap, nor keeps the loop over terms outside.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("O3", "no-trapping-math", "no-loop-unroll-and-jam")
 #endif
 
-// On x86, GCC from version 12 on compiles the loops below for three generations
-// of vector units, and the loader chooses one by the features of the processor.
-// Elsewhere the baseline is good enough (NEON on ARM); and sanitizers do not
-// work with it, since they start before the loader has chosen.
+// On x86, GCC 12 or newer compiles these loops for three generations of vector
+// units, and the loader selects one. Elsewhere the baseline suffices (NEON on
+// ARM). Sanitizers start before the loader's selection and do not work with it.
 #if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define EP_VECTORIZED \
@@ -27,7 +25,7 @@
 namespace ep::host {
 namespace {
 
-// Sums `kLanes` columns, from `begin` on.
+// Sums `kLanes` columns from `begin` on.
 template <int kLanes, typename T>
 EP_ALWAYS_INLINE void SumLanes(const Term* terms, size_t num_terms,
                                int64_t begin, T* out) {
@@ -37,7 +35,7 @@ EP_ALWAYS_INLINE void SumLanes(const Term* terms, size_t num_terms,
     const float scale = terms[i].scale;
     for (int c = 0; c < kLanes; ++c) sums[c] += scale * ToFloat(row[c]);
   }
-  // Adding 0 turns the -0 of a negative sum that underflows into +0.
+  // Adding 0 turns the -0 of an underflowing negative sum into +0.
   for (int c = 0; c < kLanes; ++c) Round(sums[c] + 0.0f, out + begin + c);
 }
 

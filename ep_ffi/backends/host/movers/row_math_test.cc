@@ -26,7 +26,7 @@ using testing::Uniform;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// A row of values that the type holds exactly, and its scale.
+// A row of exact values of the type, and its scale.
 struct Row {
   std::vector<double> values;
   float scale = 1;
@@ -53,7 +53,7 @@ std::vector<uint32_t> Sum(DType dtype, const std::vector<Row>& rows,
   return bits;
 }
 
-// Returns the bit pattern of a float32 that is rounded to the type.
+// Returns the bits of a float32 after rounding to the type.
 uint32_t Rounded(DType dtype, float value) {
   return Sum(dtype, {{{1.0}, value}})[0];
 }
@@ -87,8 +87,8 @@ TEST_P(RowMath16, EveryValueIsItsOwnSum) {
   }
 }
 
-// The values are around the middle between each two neighbours, subnormal ones
-// and the last finite one included.
+// Tests values around the middle of all neighbours, including subnormal values
+// and the largest finite value.
 TEST_P(RowMath16, RoundsToNearestAndTiesToEven) {
   const uint32_t infinity = Encode(GetParam(), kInfinity);
   for (uint32_t low = 0; low < infinity; ++low) {
@@ -106,7 +106,7 @@ TEST_P(RowMath16, RoundsToNearestAndTiesToEven) {
 
 TEST_P(RowMath, RandomSumsMatchTheOracle) {
   Random random(1);
-  // The widths are around the widths of vectors and blocks.
+  // Widths near the widths of vectors and blocks.
   for (int64_t width :
        {1,  2,  3,  7,  8,    9,    15,   16,   17,   31,   32,
         33, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 5000}) {
@@ -138,14 +138,13 @@ TEST_P(RowMath, RandomSumsMatchTheOracle) {
   }
 }
 
-TEST_P(RowMath, ProductsAreRoundedBeforeTheyAreAdded) {
-  // 2^-24 is lost when the product is rounded, and would be all that is left
-  // of a fused sum.
+TEST_P(RowMath, RoundsProductsBeforeAddingThem) {
+  // Rounding the product loses 2^-24; a fused sum would keep it.
   const float scale = 1 + 0x1p-17;
   const double x = 1 + 0x1p-7;
   const float product = scale * x;
   ASSERT_NE(0.0f, std::fma(scale, static_cast<float>(x), -product));
-  // This fills every lane of every vector unit.
+  // Fills every lane of every vector unit.
   const int64_t width = 67;
   const std::vector<Row> rows = {{std::vector<double>(width, 1.0), -product},
                                  {std::vector<double>(width, x), scale}};
@@ -157,7 +156,7 @@ TEST_P(RowMath, ZeroSumsArePositive) {
   EXPECT_EQ(0u, Sum(GetParam(), {{{-0.0}}})[0]);
   EXPECT_EQ(0u, Sum(GetParam(), {{{-0.0}}, {{-0.0}}})[0]);
   EXPECT_EQ(0u, Sum(GetParam(), {{{1}}, {{-1}}})[0]);
-  // The remainder underflows, in the vectorized columns and in the others.
+  // The sum underflows, in a vectorized column and in the last ones.
   const ScopedFlushDenormals flush;
   for (int64_t width : {1, 64}) {
     const std::vector<double> ones(width, 1);
@@ -167,7 +166,7 @@ TEST_P(RowMath, ZeroSumsArePositive) {
   }
 }
 
-// It would become a zero if it were rounded like a number.
+// Rounded like a number, such a NaN would become zero.
 TEST_P(RowMath, ANanWithEveryBitSetStaysANan) {
   const uint32_t bits = 0x7fffffff;
   float nan;

@@ -7,11 +7,10 @@
 #include <sys/un.h>
 
 #include <algorithm>
-#include <cstring>
 #include <thread>
 
 #include "ep_ffi/backends/host/group.h"
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/testing/expect.h"
 
 namespace ep::host {
@@ -20,8 +19,8 @@ namespace {
 using testing::Domain;
 using testing::WorldOptions;
 
-// Returns what all processes of a group have in common, but the addresses.
-// `process_of` has the process of each rank.
+// Returns the options of all processes of a group, without addresses.
+// `process_of` returns the process of a rank.
 HostGroup::Options CommonOptions(
     const WorldOptions& options,
     const std::function<int32_t(int32_t rank)>& process_of) {
@@ -36,7 +35,7 @@ HostGroup::Options CommonOptions(
   return common;
 }
 
-// Returns the domains of groups, which are given by process.
+// Returns the domains of a group. `groups` are indexed by process.
 std::vector<Domain> DomainsOf(
     const Topology& topology,
     const std::vector<std::shared_ptr<Group>>& groups) {
@@ -51,7 +50,7 @@ std::vector<Domain> DomainsOf(
 
 }  // namespace
 
-std::vector<Domain> MakeHostWorld(const WorldOptions& options,
+std::vector<Domain> MakeHostGroup(const WorldOptions& options,
                                   int32_t max_processes) {
   const int32_t num_processes = std::min<int32_t>(
       options.num_domains * options.dims.ep_size, max_processes);
@@ -87,21 +86,7 @@ Impostor::Impostor(
 }
 
 void Impostor::Send(const std::string& bytes, const std::vector<int>& fds) {
-  iovec iov = {const_cast<char*>(bytes.data()), bytes.size()};
-  msghdr header = {};
-  header.msg_iov = &iov;
-  header.msg_iovlen = 1;
-  std::vector<char> control(CMSG_SPACE(fds.size() * sizeof(int)));
-  if (!fds.empty()) {
-    header.msg_control = control.data();
-    header.msg_controllen = control.size();
-    cmsghdr* c = CMSG_FIRSTHDR(&header);
-    c->cmsg_level = SOL_SOCKET;
-    c->cmsg_type = SCM_RIGHTS;
-    c->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
-    std::memcpy(CMSG_DATA(c), fds.data(), fds.size() * sizeof(int));
-  }
-  (void)sendmsg(socket_.get(), &header, MSG_NOSIGNAL);  // it may have hung up
+  (void)SendMessage(socket_, bytes, fds, /*flags=*/0);  // the peer may be gone
 }
 
 std::string Impostor::Receive() {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Groups of the host backend with threads in place of processes. A group knows
-// its process by a number alone, so that sockets and shared memory are as real
-// as between processes.
+// Groups of the host backend whose processes are threads of the test. A group
+// knows its process by a number only, so sockets and shared memory work as
+// between processes.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_GROUPS_H_
 #define EP_FFI_BACKENDS_HOST_TESTING_GROUPS_H_
@@ -19,23 +19,22 @@
 
 namespace ep::host {
 
-// Returns the domains of one group. Ranks are given to processes in turn; each
-// process has one at least.
-std::vector<testing::Domain> MakeHostWorld(const testing::WorldOptions& options,
+// Returns the domains of one group. Assigns ranks to processes round-robin.
+// Each process has at least one rank.
+std::vector<testing::Domain> MakeHostGroup(const testing::WorldOptions& options,
                                            int32_t max_processes);
 
-// A process of a group that does not run our code: it connects as one of the
-// group, and then sends what no peer of ours would.
+// A process that does not run our code. It connects as a member of the group,
+// and then sends messages that no peer would send.
 class Impostor {
  public:
-  // Connects as process 1 to process 0, which `connect` creates meanwhile.
+  // Connects as process 1 to process 0, which `connect` creates concurrently.
   explicit Impostor(
       const std::function<void(const Listeners& listeners)>& connect);
 
   // Sends a message of any bytes, with copies of descriptors.
   void Send(const std::string& bytes, const std::vector<int>& fds = {});
-  // Returns the next message that process 0 has sent, which is empty if none
-  // comes for a while.
+  // Returns the next message of process 0, or an empty one after a second.
   std::string Receive();
   // Ends the connection.
   void Leave() { socket_ = Fd(); }
@@ -44,8 +43,8 @@ class Impostor {
   Fd socket_;
 };
 
-// A group of two processes. One is an impostor, which has all ranks but rank 0
-// of the first domain.
+// A group of two processes. The second is an impostor that has all ranks except
+// rank 0 of the first domain.
 struct GroupWithImpostor {
   explicit GroupWithImpostor(const testing::WorldOptions& options);
   ~GroupWithImpostor();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The sockets on which the processes of a group listen for each other.
+// Listening sockets of a group's processes.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_LISTENER_H_
 #define EP_FFI_BACKENDS_HOST_TESTING_LISTENER_H_
@@ -16,11 +16,11 @@
 
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/fd.h"
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 
 namespace ep::host {
 
-// Listens at an address with a new name, as ep/_src/backends/host.py does.
+// Listens at a new random address, as ep/_src/backends/host.py does.
 struct Listener {
   Listener() {
     sockaddr_un address;
@@ -41,8 +41,8 @@ struct Listener {
   }
 };
 
-// The listeners of all processes of a group, for tests with threads in place of
-// processes. Users know the processes by the numbers from 0 on.
+// The listeners of all processes of a group, for tests whose processes are
+// threads. Process numbers and ids are equal.
 class Listeners {
  public:
   explicit Listeners(int32_t num_processes) : listeners_(num_processes) {}
@@ -56,7 +56,7 @@ class Listeners {
     }
     return processes;
   }
-  // Returns a topology that has no ranks yet.
+  // Returns a topology without ranks.
   Topology TopologyOf(int32_t process) const {
     return {process, /*ep_size=*/1, processes(), /*members=*/{}};
   }

@@ -22,7 +22,7 @@
 
 #include "ep_ffi/backends/host/group.h"
 #include "ep_ffi/backends/host/testing/listener.h"
-#include "ep_ffi/backends/host/transport/process_watch.h"
+#include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/core/clock.h"
 #include "ep_ffi/testing/samples.h"
 
@@ -33,7 +33,7 @@ using testing::RankData;
 using testing::RankInput;
 using testing::RowType;
 
-constexpr double kLimitS = 40;  // of a world
+constexpr double kLimitS = 40;  // of a job
 constexpr double kPatienceS = 20;
 constexpr RowType kType = {128, DType::kFloat32};
 
@@ -46,14 +46,14 @@ PlanDims DimsOf(int32_t ep_size) {
   return dims;
 }
 
-// The inputs and the results of every op, on every rank of a group.
+// The inputs and results of every op on every rank of a group.
 struct Sample {
   PlanDims dims;
   testing::Choices choices;
   testing::Layout layout;
   std::map<Op, std::vector<RankData>> inputs, outputs;
 
-  // Returns the sample of a size, which is made once, before there are ranks.
+  // Returns the sample for a group size. The test makes it before it forks.
   static const Sample& Of(int32_t ep_size) {
     static auto* samples = new std::map<int32_t, Sample>();  // leaked
     auto [found, is_new] = samples->try_emplace(ep_size);
@@ -75,7 +75,7 @@ struct Sample {
   }
 };
 
-// Returns the failures of this test so far. A child starts with its parent's.
+// Returns this test's failures so far. A child inherits its parent's failures.
 int CountFailures() {
   return ::testing::UnitTest::GetInstance()
       ->current_test_info()
@@ -144,7 +144,7 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
       return other.pid != 0 &&
              (address.is_published || ProcessWatch(other.pid).HasEnded());
     });
-    // A process that has died may have no address.
+    // A dead process may have no address.
     options.topology.processes.push_back({address.name, i, other.pid});
     options.topology.members.push_back({i, /*device=*/members[i]});
     domain_.devices.push_back(members[i]);
@@ -252,11 +252,11 @@ void Rank::Die(Way way) {
       raise(SIGKILL);
       break;
     case Way::kCrash:
-      signal(SIGSEGV, SIG_DFL);  // a sanitizer has its own
+      signal(SIGSEGV, SIG_DFL);  // removes a sanitizer's handler
       raise(SIGSEGV);
       break;
     case Way::kExit:
-      // On another thread, exit would destroy what the main thread is using.
+      // On another thread, exit would destroy data of the main thread.
       if (getpid() == syscall(SYS_gettid)) exit(0);
       break;
   }
@@ -270,14 +270,14 @@ void ExpectNothingSaid(const std::vector<Ending>& endings) {
   }
 }
 
-World::World()
+Job::Job()
     : records(static_cast<Records*>(mmap(nullptr, sizeof(Records),
                                          PROT_READ | PROT_WRITE,
                                          MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
   new (records) Records();
 }
 
-World::~World() {
+Job::~Job() {
   for (const Record& record : *records) {
     for (const Address& address : record.addresses) {
       if (!address.is_published) continue;
@@ -287,7 +287,7 @@ World::~World() {
   munmap(records, sizeof(Records));
 }
 
-std::vector<Ending> World::Run(const std::function<std::string(Rank&)>& body) {
+std::vector<Ending> Job::Run(const std::function<std::string(Rank&)>& body) {
   for (int32_t size = kNumRanks - 1; size <= kNumRanks; ++size) {
     Sample::Of(size);
   }
@@ -328,7 +328,7 @@ std::vector<Ending> World::Run(const std::function<std::string(Rank&)>& body) {
       pollfd report = {reports[r], POLLIN, 0};
       if (poll(&report, 1, left_ms) == 0) {
         ADD_FAILURE() << "rank " << r << " takes too long";
-        kill(children[r], SIGKILL);  // it may be stopped
+        kill(children[r], SIGKILL);
       }
       size = read(reports[r], text, sizeof(text));
       endings[r].said.append(text, std::max<ssize_t>(size, 0));

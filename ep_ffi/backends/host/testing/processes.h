@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Ranks of the host backend in processes of their own, which may die. The
-// parent forks all processes while it has a single thread.
+// Ranks of the host backend in separate processes, which may die. The parent
+// forks all processes while it has a single thread.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_PROCESSES_H_
 #define EP_FFI_BACKENDS_HOST_TESTING_PROCESSES_H_
@@ -25,18 +25,18 @@ namespace ep::host {
 inline constexpr int32_t kNumRanks = 4;
 inline constexpr int64_t kNumOps = 5;
 
-// How a process ends without a message to its peers.
+// Ways to end a process without a message to its peers.
 enum class Way { kKill, kCrash, kExit };
 inline constexpr Way kWays[] = {Way::kKill, Way::kCrash, Way::kExit};
 
-// Tests divide their repetitions by this under a sanitizer, which is slow.
+// A divisor for repetitions, since sanitizers are slow.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr int kFewer = 10;
 #else
 inline constexpr int kFewer = 1;
 #endif
 
-// Waits until something holds. Returns false if time is up before.
+// Waits until `holds` returns true. Returns false at the deadline.
 bool WaitFor(double seconds, const std::function<bool()>& holds);
 
 // Returns the number of entries of a folder.
@@ -45,26 +45,26 @@ size_t CountEntries(const char* folder);
 // Returns the lines of a file that contain a word.
 std::string Lines(const std::string& path, const std::string& word);
 
-// Holds the address at which a rank listens.
+// The address at which a rank listens.
 struct Address {
   std::atomic<bool> is_published;
   char name[64];
 };
 
-// The progress of a rank, for the others and the test. It outlives the rank.
+// The progress of a rank, for other ranks and for the test.
 struct Record {
   std::atomic<pid_t> pid;
   std::atomic<int64_t> joined;     // groups
   std::atomic<int64_t> posted;     // ops, in all groups
-  std::atomic<int64_t> completed;  // of the posted ops
-  std::atomic<double> died;        // when, or 0
-  std::atomic<double> failed;      // when it saw its first failure, or 0
+  std::atomic<int64_t> completed;  // posted ops that have completed
+  std::atomic<double> died;        // time of death, or 0
+  std::atomic<double> failed;      // time of the first failure, or 0
   Address addresses[2];            // in a group of some ranks, and of all
 };
 using Records = std::array<Record, kNumRanks>;
 
-// One rank in its own process. It takes training steps: each op in turn, on
-// inputs that all ranks know, with results that are right to the bit.
+// A rank in a separate process. It runs training steps: each op in turn, on
+// inputs that all ranks know, and checks that the results are bitwise right.
 class Rank {
  public:
   Rank(int32_t rank, Records* records);
@@ -75,25 +75,25 @@ class Rank {
   // Returns the first error since Bootstrap.
   const Status& status() const { return status_; }
 
-  // Builds a group of the members; if there are none, of all ranks. Collective.
+  // Bootstraps a group of the members, or of all ranks. Collective.
   void Bootstrap(double timeout_s, std::vector<int32_t> members = {});
   // Posts the next op and waits for it. Does nothing after a failure.
   void Next();
   void Post();
   void Wait();
-  // Forgets a failure and what is left of its step, which was one run.
+  // Forgets a failure and the rest of its step, which is one run.
   void NextStep();
-  // Returns how many ops it has posted to this group.
+  // Returns the number of ops that it has posted to this group.
   int64_t num_posts() const { return num_posts_; }
-  // Posts an op, after ep_prepare, anywhere in any run.
+  // Posts an op after ep_prepare, in any run and position.
   testing::StepPtr Post(Op op, testing::Place place);
   // Closes the group and destroys it. Returns the message of status().
   std::string Abandon();
-  // Closes the group; nothing of it may be left in this process.
+  // Closes the group, and expects that the process keeps none of its memory.
   std::string Close();
 
-  // Waits until something holds for all ranks but one (-1: for all). The test
-  // fails if that takes too long.
+  // Waits until `holds` is true for all ranks except `but` (-1: for all). Fails
+  // the test at the deadline.
   void WaitForOthers(int32_t but,
                      const std::function<bool(const Record&)>& holds);
   [[noreturn]] void Die(Way way);
@@ -103,14 +103,14 @@ class Rank {
   Records* const records_;
 
   int32_t index_ = 0;       // in the group
-  testing::Domain domain_;  // only this rank's group is there
+  testing::Domain domain_;  // has only this rank's group
   int64_t num_posts_ = 0;
   testing::StepPtr step_;  // posted last
   std::vector<std::byte> mem_;
   Status status_;
 };
 
-// How a rank ended: what `body` returned, and its wait status.
+// The end of a rank: the result of `body`, and the wait status.
 struct Ending {
   std::string said;
   int status;
@@ -119,12 +119,12 @@ struct Ending {
 // Expects that all ranks ended well and reported no error.
 void ExpectNothingSaid(const std::vector<Ending>& endings);
 
-// The ranks of one test. The destructor expects that nothing is left of them.
-struct World {
-  World();
-  ~World();
-  // Runs `body` as every rank, each in a process, and returns how each ended. A
-  // rank that takes too long is killed.
+// The ranks of one test. The destructor expects that no socket is left.
+struct Job {
+  Job();
+  ~Job();
+  // Runs `body` as every rank, each in a process. Returns how each rank ended.
+  // Kills a rank that takes too long.
   std::vector<Ending> Run(const std::function<std::string(Rank&)>& body);
 
   Records* const records;  // shared by all processes

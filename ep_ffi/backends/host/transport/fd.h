@@ -1,21 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// File descriptors that are closed with their owners.
+// Owned file descriptors, process descriptors, and errors of system calls.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_FD_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_FD_H_
 
 #include <errno.h>
+#include <poll.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
 
+// Owns a file descriptor and closes it.
 class Fd {
  public:
   explicit Fd(int fd = -1) : fd_(fd) {}
@@ -33,8 +39,55 @@ class Fd {
   int fd_;
 };
 
-// Returns the error for a call of the system that has just failed: the reason,
-// from `errno`, and what to do.
+// Watches a process, which may have ended already. Before Linux 5.3 there are
+// no descriptors of processes, and the process never seems to end.
+class ProcessWatch {
+ public:
+  // Watches the process `pid`, or no process if `pid` is 0.
+  explicit ProcessWatch(int32_t pid) {
+    if (pid == 0) return;
+#ifdef SYS_pidfd_open  // Linux 5.3
+    end_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    had_ended_ = end_.get() < 0 && errno == ESRCH;
+#endif
+  }
+
+  // Returns a descriptor that is readable after the process has ended, or -1.
+  int fd() const { return end_.get(); }
+  bool HasEnded() const {
+    pollfd p = {end_.get(), POLLIN, 0};
+    return had_ended_ || poll(&p, 1, 0) > 0;
+  }
+
+ private:
+  Fd end_;
+  bool had_ended_ = false;  // before the watch began
+};
+
+// Sends a message with copies of descriptors. Returns false if the call fails,
+// with the reason in `errno`.
+inline bool SendMessage(const Fd& socket, const std::string& bytes,
+                        const std::vector<int>& fds, int flags) {
+  iovec iov = {const_cast<char*>(bytes.data()), bytes.size()};
+  msghdr header = {};
+  header.msg_iov = &iov;
+  header.msg_iovlen = 1;
+  const size_t fd_bytes = fds.size() * sizeof(int);
+  std::vector<char> control(fds.empty() ? 0 : CMSG_SPACE(fd_bytes));
+  if (!fds.empty()) {
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+    cmsghdr* c = CMSG_FIRSTHDR(&header);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(fd_bytes);
+    memcpy(CMSG_DATA(c), fds.data(), fd_bytes);
+  }
+  return sendmsg(socket.get(), &header, flags | MSG_NOSIGNAL) >= 0;
+}
+
+// Returns the error of a failed system call: the reason, from `errno`, and a
+// remedy.
 inline Status SystemError(const std::string& what) {
   const int error = errno;
   const std::string why = what + ": " + strerror(error);

@@ -10,16 +10,16 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/core/clock.h"
 
 namespace ep::host {
 namespace {
 
-// How often a process that waits for others looks whether one has died.
+// Interval at which a waiting process polls for dead peers.
 constexpr double kLookForDeathsS = 0.1;
 
-// Waits until `fd` can be read. Returns false at the deadline.
+// Waits until `fd` is readable. Returns false at the deadline.
 bool WaitReadable(int fd, double deadline) {
   while (true) {
     const double left = deadline - Now();
@@ -31,7 +31,7 @@ bool WaitReadable(int fd, double deadline) {
   }
 }
 
-// Returns the kernel's record of the process at the other end of a connection.
+// Returns the kernel's credentials of the process at the other end.
 ucred PeerOf(int fd) {
   ucred peer = {0, static_cast<uid_t>(-1), static_cast<gid_t>(-1)};
   socklen_t size = sizeof(peer);
@@ -91,7 +91,7 @@ Status Handshake::ConnectTo(int32_t process) {
   while (Now() < deadline_) {
     Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (fd.get() < 0) return SystemError("cannot create a socket");
-    // Limits how long `connect` waits where many others want to connect.
+    // Limits the wait of `connect` while many other processes connect.
     const timeval limit = {0, static_cast<suseconds_t>(kLookForDeathsS * 1e6)};
     setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
     if (connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
@@ -137,7 +137,7 @@ Status Handshake::AcceptOthers() {
       if (errno == ECONNABORTED || errno == EINTR) continue;
       return SystemError("cannot accept the other processes of the group");
     }
-    // Another user is turned away; the wait goes on.
+    // Rejects another user and continues to wait.
     if (!IsSameUser(fd.get())) continue;
     const int32_t process =
         ReceiveHello(fd.get(), std::min(deadline_, Now() + 5));
@@ -156,7 +156,7 @@ int32_t Handshake::FindDead() const {
 }
 
 Status Handshake::Unreachable(int32_t process) const {
-  // That a process has died is known a moment after its sockets have closed.
+  // The kernel reports a death a moment after it has closed the sockets.
   int32_t dead = FindDead();
   for (int i = 0; i < 20 && dead < 0; ++i) {
     usleep(1000);

@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// How the processes of a group connect: every pair gets a socket.
+// Connects the processes of a group: every pair gets a socket.
 //
-// Each process binds a socket to an abstract address with a random name, and
+// Each process binds a socket to an abstract address with a random name and
 // listens, before it tells the others the name (ep/_src/backends/host.py). So
-// nobody can take the name first, and the address vanishes with the socket. A
-// process connects to the processes with smaller numbers and accepts the
-// others. Connecting fails at once if a process is known to have died.
+// no process can take the name first, and the address vanishes with the socket.
+// A process connects to the processes with smaller numbers and accepts the
+// others. Connecting fails as soon as a process is known to have died.
 //
 // The threat model of the engine:
 //
-//   who may reach it   a process of this user (SO_PEERCRED) and network; where
-//                      ids of processes are known, only the expected process
-//   what is checked    every byte that a peer sends or shares: a bad one fails
-//                      the run, and does no other harm (../fuzz)
-//   what is trusted    root, and this user, who could trace us anyway
+//   reachable by  processes of this user (SO_PEERCRED) and network; if pids are
+//                 known, only the expected process
+//   checked       every byte that a peer sends or shares; a bad byte fails the
+//                 run and does no other harm (../fuzz)
+//   trusted       root, and this user, who could trace this process anyway
 //
-// Both sides ask the kernel for the other process before they send or read a
-// byte. A secret would keep nobody else out: JAX's key-value store would have
-// to tell it, as it tells the names, and whoever reaches these sockets reaches
-// the store, which asks for no credentials.
+// Both sides query the kernel for the peer's credentials before they send or
+// read a byte. A secret would add nothing: JAX's key-value store would
+// distribute it, as it distributes the names, and the store asks for no
+// credentials.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_HANDSHAKE_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_HANDSHAKE_H_
@@ -31,16 +31,15 @@
 
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/fd.h"
-#include "ep_ffi/backends/host/transport/process_watch.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
 
 class Handshake {
  public:
-  // `listener` is the socket on which this process listens; it stays the
-  // caller's, and is unused with one process. `watches` are of all processes.
-  // Arguments that are references must outlive this object.
+  // `listener` is the socket on which this process listens; the caller closes
+  // it. With one process it is unused. `watches` are indexed by process. The
+  // references must outlive this object.
   Handshake(const Topology& topology, int listener, double timeout_s,
             const std::vector<ProcessWatch>& watches);
 
@@ -53,16 +52,15 @@ class Handshake {
  private:
   Status ConnectTo(int32_t process);
   Status AcceptOthers();
-  // Waits until `fd` can be read. Returns false if time is up or a process has
-  // died.
+  // Waits until `fd` is readable. Returns false at the deadline, or if a
+  // process has died.
   bool Await(int fd) const;
-  // Receives the number of the process at the other side. Returns -1 if none
-  // comes until a time, or if that process has another id than expected.
+  // Receives the number of the process at the other end. Returns -1 at `until`,
+  // or if the pid of that process is not the expected one.
   int32_t ReceiveHello(int fd, double until) const;
-  // Returns the error for a connection that failed, perhaps because a process
-  // died: this one or another.
+  // Returns the error of a failed connection. It names a dead process, if any.
   Status Unreachable(int32_t process) const;
-  // Returns a process that is known to have died, or -1.
+  // Returns a dead process, or -1.
   int32_t FindDead() const;
 
   const Topology& topology_;

@@ -19,19 +19,28 @@
 namespace ep::host {
 namespace {
 
-// Say what has woken the progress thread: the number of a process is for its
-// socket, with this bit for its end, and the last value is for the destructor.
+// Event sources of the progress thread: the number of a process for its socket,
+// with this bit for its end, and the last value for the destructor.
 constexpr uint64_t kProcessEnd = uint64_t{1} << 32;
 constexpr uint64_t kStop = ~uint64_t{0};
 
+// Adds a descriptor to the events that `epoll` waits for, or modifies it.
+void Watch(const Fd& epoll, int operation, int fd, uint32_t events,
+           uint64_t source) {
+  epoll_event event = {};
+  event.events = events;
+  event.data.u64 = source;
+  epoll_ctl(epoll.get(), operation, fd, &event);
+}
+
 }  // namespace
 
-// The connection to one peer. Its lock guards the messages to send: a message
-// is only sent if none is queued before it.
+// The connection to one peer. The lock guards the queue: a message is sent only
+// if the queue is empty.
 struct Peers::Link {
   struct Outgoing {
     std::string bytes;
-    std::shared_ptr<const Fd> fd;  // null if there is none to send
+    std::shared_ptr<const Fd> fd;  // null if the message carries none
   };
 
   Link(int32_t process, Fd socket)
@@ -45,38 +54,25 @@ struct Peers::Link {
 
   // Used by the progress thread only.
   bool has_left = false;
-  std::map<uint64_t, Mapping> segments;  // only what could be mapped
-  Status mapped;                         // why a segment could not, if any
+  std::map<uint64_t, Mapping> segments;  // mapped ones only
+  Status mapped;                         // the error of an unmapped one, if any
 
-  // Returns false if the socket is full. Returns true also when the peer has
-  // left, which the progress thread reports.
+  // Returns false if the socket is full. Returns true if the peer has left,
+  // which the progress thread reports.
   bool TrySend(const Outgoing& out) EP_REQUIRES(mutex) {
-    iovec iov = {const_cast<char*>(out.bytes.data()), out.bytes.size()};
-    msghdr header = {};
-    header.msg_iov = &iov;
-    header.msg_iovlen = 1;
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-    if (out.fd) {
-      header.msg_control = control;
-      header.msg_controllen = sizeof(control);
-      cmsghdr* c = CMSG_FIRSTHDR(&header);
-      c->cmsg_level = SOL_SOCKET;
-      c->cmsg_type = SCM_RIGHTS;
-      c->cmsg_len = CMSG_LEN(sizeof(int));
-      const int fd = out.fd->get();
-      std::memcpy(CMSG_DATA(c), &fd, sizeof(fd));
+    const std::vector<int> fds =
+        out.fd ? std::vector<int>{out.fd->get()} : std::vector<int>();
+    while (!SendMessage(socket, out.bytes, fds, MSG_DONTWAIT)) {
+      if (errno == EINTR) continue;
+      // ETOOMANYREFS: processes of this user have sent too many descriptors
+      // that are not received yet.
+      return errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS;
     }
-    ssize_t sent;
-    do {
-      sent = sendmsg(socket.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL);
-    } while (sent < 0 && errno == EINTR);
-    // The last error means that processes of this user have sent too many
-    // descriptors that are still to be received.
-    return sent >= 0 ||
-           (errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS);
+    return true;
   }
 
-  // Sends what the socket takes. Returns true when the queue is empty.
+  // Sends queued messages until the socket is full. Returns whether none is
+  // left.
   bool Flush() EP_REQUIRES(mutex) {
     while (!queue.empty() && TrySend(queue.front())) queue.pop_front();
     return queue.empty();
@@ -101,10 +97,7 @@ Status Peers::Connect(Topology topology, int listener, double timeout_s,
   if (peers->epoll_.get() < 0 || peers->stop_.get() < 0) {
     return SystemError("cannot create the event queue of a group");
   }
-  epoll_event event = {};
-  event.events = EPOLLIN;
-  event.data.u64 = kStop;
-  epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, peers->stop_.get(), &event);
+  Watch(peers->epoll_, EPOLL_CTL_ADD, peers->stop_.get(), EPOLLIN, kStop);
 
   Handshake handshake(peers->topology_, listener, timeout_s, peers->watches_);
   const Status connected = handshake.Connect();
@@ -120,11 +113,10 @@ Status Peers::Connect(Topology topology, int listener, double timeout_s,
   }
   for (auto& link : peers->links_) {
     if (!link) continue;
-    event.data.u64 = link->process;
-    epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, link->socket.get(), &event);
-    event.data.u64 |= kProcessEnd;
-    epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD,
-              peers->watches_[link->process].fd(), &event);
+    const uint64_t process = link->process;
+    Watch(peers->epoll_, EPOLL_CTL_ADD, link->socket.get(), EPOLLIN, process);
+    Watch(peers->epoll_, EPOLL_CTL_ADD, peers->watches_[process].fd(), EPOLLIN,
+          process | kProcessEnd);
   }
   *out = std::move(peers);
   return Status();
@@ -148,7 +140,7 @@ Status Peers::Acquire(size_t bytes, const std::vector<int32_t>& readers,
   Fd new_fd;
   EP_RETURN_IF_ERROR(segments_->Acquire(bytes, readers, out, &new_fd));
   if (new_fd.get() >= 0) {
-    // The links share it: a copy for each could run into the limit of files.
+    // The links share it: one copy per link could exceed the limit of files.
     const auto fd = std::make_shared<const Fd>(std::move(new_fd));
     Message message = {};
     message.type = Message::kSegment;
@@ -205,10 +197,8 @@ void Peers::Send(Link& link, const Message& message, const std::string& text,
   MutexLock lock(link.mutex);
   if (link.queue.empty() && link.TrySend(out)) return;
   link.queue.push_back(std::move(out));
-  epoll_event event = {};
-  event.events = EPOLLIN | EPOLLOUT;
-  event.data.u64 = link.process;
-  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, link.socket.get(), &event);
+  Watch(epoll_, EPOLL_CTL_MOD, link.socket.get(), EPOLLIN | EPOLLOUT,
+        link.process);
 }
 
 void Peers::Progress() {
@@ -216,8 +206,8 @@ void Peers::Progress() {
   double next_tick = Now() + tick_s_;
   epoll_event events[16];
   while (true) {
-    // What has arrived is handled before a tick, which may come late because
-    // this process was stopped.
+    // Handles messages before a tick, which is late if this process was
+    // stopped.
     const bool is_due = Now() >= next_tick;
     const int n = epoll_wait(epoll_.get(), events, 16, is_due ? 0 : tick_ms);
     for (int i = 0; i < n; ++i) {
@@ -227,14 +217,11 @@ void Peers::Progress() {
       if (events[i].events & EPOLLOUT) {
         MutexLock lock(link.mutex);
         if (link.Flush()) {
-          epoll_event event = {};
-          event.events = EPOLLIN;
-          event.data.u64 = source;
-          epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, link.socket.get(), &event);
+          Watch(epoll_, EPOLL_CTL_MOD, link.socket.get(), EPOLLIN, source);
         }
       }
       if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) Receive(link);
-      // All that it had sent is received now.
+      // All messages of the process have been received.
       if (source & kProcessEnd) Drop(link, /*is_orderly=*/false, "");
     }
     if (is_due) {
@@ -253,14 +240,14 @@ void Peers::Receive(Link& link) {
     header.msg_iov = &iov;
     header.msg_iovlen = 1;
     header.msg_control = control;
-    // CMSG_SPACE is too much: a second descriptor would fit into its padding,
-    // and stay open.
+    // CMSG_LEN, since a second descriptor would fit into the padding of
+    // CMSG_SPACE and stay open.
     header.msg_controllen = CMSG_LEN(sizeof(int));
     const ssize_t size =
         recvmsg(link.socket.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (size < 0 && errno == EAGAIN) return;
-    // A peer that leaves with our messages unread resets the connection, which
-    // is reported once, before the messages that it had sent itself.
+    // A peer that leaves without reading our messages resets the connection.
+    // The kernel reports this once, before the messages that the peer has sent.
     if (size < 0 && (errno == EINTR || errno == ECONNRESET)) continue;
     Fd fd;
     cmsghdr* c = size >= 0 ? CMSG_FIRSTHDR(&header) : nullptr;
@@ -271,15 +258,15 @@ void Peers::Receive(Link& link) {
     }
     Message message;
     std::string text;
-    // This is the end of the file, or an error.
+    // The end of the stream, or an error.
     if (size <= 0) return Drop(link, /*is_orderly=*/false, "");
     if (!Decode(bytes, size, &message, &text)) {
-      // No peer of ours sends this. It shall not wait for an answer.
+      // The peer does not run our code. It must not wait for an answer.
       shutdown(link.socket.get(), SHUT_RDWR);
       return Drop(link, /*is_orderly=*/false, "");
     }
-    // There was room for the descriptor, so that it was cut off because this
-    // process may open no more.
+    // The buffer has space for the descriptor. It is lost if this process may
+    // open no more files.
     Status received;
     if (fd.get() < 0 && (header.msg_flags & MSG_CTRUNC)) {
       errno = EMFILE;
@@ -298,7 +285,7 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
       if (mapped.ok()) {
         link.segments.emplace(message.segment, std::move(memory));
       } else {
-        link.mapped = std::move(mapped);  // a post in it will fail
+        link.mapped = std::move(mapped);  // a post in this segment fails
       }
       return;
     }

@@ -2,15 +2,15 @@
 
 // Connections to the other processes of a group on this host.
 //
-// Control goes over one Unix socket per pair of processes (SOCK_SEQPACKET:
-// whole messages, in order); rows go through shared memory (segment.h). A
-// socket carries the descriptors of segments, and tells when its peer closes it
-// or dies. Where a child of the peer's process holds the socket open, the end
-// of that process is seen itself (process_watch.h). The messages are in wire.h.
+// Each pair of processes has one Unix socket (SOCK_SEQPACKET: whole messages,
+// in order), which carries messages (messages.h) and descriptors of segments.
+// Rows are in shared memory (segment.h). The socket reports that a peer closes
+// it or dies; ProcessWatch reports a death even if a child of the peer's
+// process holds the socket open.
 //
-// One progress thread per group receives. It never waits for anything but
-// messages and the next tick, and never runs a user's program. Senders do not
-// wait either: what a socket does not take is queued for that thread.
+// One progress thread per group receives. It waits only for messages and the
+// next tick, and never runs a user's program. Senders never wait: the progress
+// thread sends messages for which a socket has no space.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_PEERS_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_PEERS_H_
@@ -26,56 +26,54 @@
 
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/fd.h"
-#include "ep_ffi/backends/host/transport/process_watch.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/backends/host/transport/segment.h"
-#include "ep_ffi/backends/host/transport/wire.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
 
 // Thread-safe after `Start`: any thread may send. A lock per connection keeps
-// the order of its messages. What is received belongs to the progress thread
-// alone and needs no lock.
+// its messages in order. Only the progress thread uses received data, which
+// needs no lock.
 class Peers {
  public:
-  // Called on the progress thread.
+  // The progress thread calls these.
   struct Callbacks {
-    // `memory` is the mapped segment. It is null if there is none, or if it
-    // could not be mapped, for the reason in `mapped`.
+    // `memory` is the mapped segment. Null if there is none, or if mapping it
+    // failed with `mapped`.
     std::function<void(int32_t process, const Message&, const std::string& text,
                        const Mapping* memory, const Status& mapped)>
         on_post;
     std::function<void(const Message&, const std::string& text)> on_fail;
-    // A peer closed its group (`is_orderly`), with a reason if it had one, or
-    // died.
+    // A peer died, or closed its group (`is_orderly`), perhaps with a reason.
     std::function<void(int32_t process, bool is_orderly,
                        const std::string& its_reason)>
         on_leave;
     std::function<void()> on_tick;
   };
 
-  // Connects every pair of processes. `listener` is as for Handshake.
+  // Connects every pair of processes. `listener` is as in Handshake.
   static Status Connect(Topology topology, int listener, double timeout_s,
                         double tick_s, std::unique_ptr<Peers>* out);
-  // Waits for the progress thread, and so must not be called on it.
+  // Joins the progress thread, so that thread must not call it.
   ~Peers();
 
   const Topology& topology() const { return topology_; }
-  // The segments of this process, as long as this object lives.
+  // Returns the segments of this process, which live as long as this object.
   std::weak_ptr<SegmentPool> segments() const { return segments_; }
 
-  // Begins to receive. What peers sent before waits in the sockets.
+  // Begins to receive, also messages that peers have sent before.
   void Start(Callbacks callbacks);
 
-  // Finds a segment of at least `bytes`, which all processes know and these
-  // will read.
+  // Finds a segment of at least `bytes` for these readers, and announces it to
+  // all processes if it is new.
   Status Acquire(size_t bytes, const std::vector<int32_t>& readers,
                  Segment** out);
   void SendPost(const std::vector<int32_t>& processes, Message message,
                 const std::string& names);
   void SendRelease(int32_t process, uint64_t segment);
   void SendFail(const Launch& launch, const Status& status);
-  // Sends the last message, and waits a moment for those still queued.
+  // Sends the last message, and waits up to a second for queued messages.
   void SendBye(const std::string& reason);
 
  private:
@@ -85,9 +83,9 @@ class Peers {
   void Send(Link& link, const Message& message, const std::string& text,
             std::shared_ptr<const Fd> fd = nullptr);
   void Progress();
-  // Receives all that has arrived.
+  // Receives all messages that have arrived.
   void Receive(Link& link);
-  // Acts on a message. `received` is why `fd` is empty if it should not be.
+  // Handles a message. `received` is the error if a descriptor was lost.
   void Handle(Link& link, const Message& message, const std::string& text,
               const Fd& fd, const Status& received);
   // Stops receiving from a peer that has left.
@@ -100,7 +98,7 @@ class Peers {
   std::vector<std::unique_ptr<Link>> links_;  // by process; null for this one
   std::vector<ProcessWatch> watches_;         // by process
   const Fd epoll_;
-  const Fd stop_;  // eventfd that ends the progress thread
+  const Fd stop_;  // an eventfd that stops the progress thread
   std::thread progress_;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Connections, with threads in place of processes: only their numbers differ.
+// Tests connections between threads that act as processes.
 
 #include "ep_ffi/backends/host/transport/peers.h"
 
@@ -25,7 +25,7 @@ using testing::ExpectOk;
 
 constexpr double kTickS = 0.01;
 
-// Connects the process of the topology to the others.
+// Connects a process to the others.
 Status Connect(const Listeners& listeners, const Topology& topology,
                std::unique_ptr<Peers>* out, double timeout_s = 30) {
   return Peers::Connect(topology, listeners.socket(topology.process), timeout_s,
@@ -41,7 +41,7 @@ std::vector<std::unique_ptr<Peers>> ConnectAll(int32_t num_processes) {
   return all;
 }
 
-// Records what arrives, a line for each message. It must outlive its Peers.
+// Records one line per message. It must outlive its Peers.
 class Log {
  public:
   Peers::Callbacks Callbacks() {
@@ -62,7 +62,7 @@ class Log {
         [] {}};
   }
 
-  // Waits until there are as many lines as expected.
+  // Waits for as many lines as expected, and compares them.
   void Expect(const std::vector<std::string>& expected) {
     const auto deadline =
         std::chrono::steady_clock::now() + std::chrono::seconds(30);
@@ -85,7 +85,7 @@ class Log {
   std::vector<std::string> lines_ EP_GUARDED_BY(mutex_);
 };
 
-// Posts `text` as the rows of a run.
+// Posts `text` as rows.
 void Post(Peers* from, int32_t to, int64_t run_id, const char* text) {
   Segment* segment;
   ASSERT_TRUE(from->Acquire(std::strlen(text) + 1, {to}, &segment).ok());
@@ -109,7 +109,7 @@ TEST(PeersTest, MessagesArriveInOrderWithTheirRows) {
               "2 closed, ten"});
 }
 
-TEST(PeersTest, ASegmentTakesOneDescriptorOfItsOwner) {
+TEST(PeersTest, ASegmentNeedsOneDescriptorOfItsOwner) {
   Log log;
   auto peers = ConnectAll(3);
   rlimit before;
@@ -130,7 +130,7 @@ TEST(PeersTest, ASegmentTakesOneDescriptorOfItsOwner) {
 }
 
 TEST(PeersTest, SendersDoNotWaitForReceivers) {
-  constexpr int kPosts = 5000;  // more than a socket takes
+  constexpr int kPosts = 5000;  // more than fit into a socket
   Log sender, receiver;
   auto peers = ConnectAll(2);
   peers[0]->Start(sender.Callbacks());
@@ -154,16 +154,16 @@ TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
   ASSERT_TRUE(peers[0]->Acquire(10, {1}, &second).ok());
   EXPECT_NE(first, second);
   peers[1]->SendRelease(0, first->id);
-  // When this message has arrived, so has the release.
+  // This message arrives after the release.
   peers[1]->SendFail({0, 1, 0}, Status(Code::kInternal, ""));
   log.Expect({StrCat("fail 1 with ", int(Code::kInternal), ": ")});
   ASSERT_TRUE(peers[0]->Acquire(10, {1}, &third).ok());
   EXPECT_EQ(first, third);
 }
 
-// A socket that is closed with messages unread makes the other side's next
-// call fail, though there may still be something to receive.
-TEST(PeersTest, UnreadMessagesDoNotSpoilAnOrderlyEnd) {
+// If a peer closes a socket with unread messages, our next call fails, though
+// there may be messages to receive.
+TEST(PeersTest, UnreadMessagesDoNotHideAnOrderlyClose) {
   Log log;
   auto peers = ConnectAll(2);
   Post(peers[0].get(), 1, 1, "unread");
@@ -184,9 +184,9 @@ pid_t Fork(const Listeners& listeners, const std::function<void()>& body) {
   _exit(0);
 }
 
-TEST(PeersTest, ADeadPeerHasDiedThoughItsChildHoldsTheConnection) {
+TEST(PeersTest, ReportsADeathThoughAChildHoldsTheSocketOpen) {
   const Listeners listeners(2);
-  int until[2];  // the child's child ends with this test
+  int until[2];  // the grandchild ends with this test
   ASSERT_EQ(0, pipe(until));
   const pid_t child = Fork(listeners, [&] {
     if (fork() != 0) raise(SIGKILL);
@@ -206,10 +206,10 @@ TEST(PeersTest, ADeadPeerHasDiedThoughItsChildHoldsTheConnection) {
   EXPECT_EQ(child, waitpid(child, nullptr, 0));
 }
 
-TEST(PeersTest, ConnectingFailsAtOnceIfAProcessHasDied) {
+TEST(PeersTest, ConnectingFailsSoonIfAProcessHasDied) {
   const pid_t child = fork();
   if (child == 0) _exit(0);
-  for (int32_t process : {0, 1}) {  // one would accept, the other connect
+  for (int32_t process : {0, 1}) {  // accepts or connects
     const Listeners listeners(2);
     Topology topology = listeners.TopologyOf(process);
     topology.processes[1 - process].pid = child;
@@ -221,7 +221,7 @@ TEST(PeersTest, ConnectingFailsAtOnceIfAProcessHasDied) {
   EXPECT_EQ(child, waitpid(child, nullptr, 0));
 }
 
-TEST(PeersTest, AbsentProcessesAreAnErrorInTime) {
+TEST(PeersTest, ConnectingFailsAtTheDeadlineIfAProcessIsAbsent) {
   for (int32_t process : {0, 1, 2}) {
     const Listeners listeners(3);
     std::unique_ptr<Peers> peers;
@@ -232,7 +232,7 @@ TEST(PeersTest, AbsentProcessesAreAnErrorInTime) {
   }
 }
 
-TEST(PeersTest, AProcessThatHasGivenUpIsAnErrorAtOnce) {
+TEST(PeersTest, ConnectingFailsSoonIfAProcessGaveUp) {
   const Listener mine;
   Topology topology;
   {
@@ -245,8 +245,8 @@ TEST(PeersTest, AProcessThatHasGivenUpIsAnErrorAtOnce) {
                                kTickS, &peers));
 }
 
-// If two processes claim the number 1, the first one gets it.
-TEST(PeersTest, ANumberThatIsTakenIsAnError) {
+// Two processes claim the number 1.
+TEST(PeersTest, OnlyOneProcessGetsANumber) {
   const Listeners listeners(2);
   Status statuses[3];
   std::unique_ptr<Peers> peers[3];
@@ -258,8 +258,8 @@ TEST(PeersTest, ANumberThatIsTakenIsAnError) {
   EXPECT_NE(statuses[1].ok(), statuses[2].ok());
 }
 
-// The other process is of the same user, but not of the group.
-TEST(PeersTest, AnotherProcessThanExpectedIsTurnedAway) {
+// The other process has the same user, but is not in the group.
+TEST(PeersTest, RejectsAnUnexpectedProcess) {
   const Listeners listeners(2);
   Status statuses[2];
   testing::ForEachRank(2, [&](int64_t p) {

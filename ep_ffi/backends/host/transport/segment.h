@@ -2,9 +2,9 @@
 
 // Shared memory in which a process stages rows for its peers.
 //
-// A segment is an anonymous memfd: it has no name that could be left behind or
-// guessed, only this user may open it (mode 0600), peers can map it only to
-// read, and its size is sealed, so that no peer can make another fault (see the
+// A segment is an anonymous memfd. It has no name that could be left behind or
+// guessed. Only this user may open it (mode 0600), and peers can map it only
+// for reading. Its size is sealed, so that no peer can cause a fault (see the
 // threat model in handshake.h). The kernel frees it with its last mapping,
 // however a process ends.
 
@@ -40,8 +40,8 @@ class Mapping {
   }
   ~Mapping();
 
-  // Makes anonymous memory of a size that nobody can change, of which only this
-  // process has a writable mapping. `name` is for /proc.
+  // Creates anonymous memory of a sealed size that only this process can map
+  // for writing. `name` appears in /proc.
   static Status Create(const char* name, size_t bytes, Mapping* out,
                        Fd* out_fd);
 
@@ -59,27 +59,27 @@ class Mapping {
 struct Segment {
   uint64_t id;
   Mapping memory;
-  std::vector<int32_t> readers;  // processes that have not released it yet
+  std::vector<int32_t> readers;  // processes that have not released it
 };
 
-// The segments that this process owns. One staged op takes a whole segment:
-// sizes are powers of two, and memory is only resident where it was touched,
-// so reuse is simple and the peak follows the ops in flight.
+// The segments of this process. One staged op uses a whole segment. Sizes are
+// powers of two, and untouched pages take no memory, so that reuse is simple
+// and the peak grows with the ops in flight.
 //
-// Thread-safe. The lock keeps each segment either free or with readers that
-// have not released it; the rows in it are not guarded.
+// Thread-safe. The lock guards which segments are free and who reads the
+// others. It does not guard the rows.
 class SegmentPool {
  public:
   // Finds a free segment of at least `bytes`, which each of `readers` releases
-  // once. If it was made for this, `*new_fd` is its descriptor, which the peers
-  // need; else it is empty.
+  // once. Sets `*new_fd` to the descriptor of a new segment, which the peers
+  // need, else to an empty one.
   Status Acquire(size_t bytes, const std::vector<int32_t>& readers,
                  Segment** out, Fd* new_fd);
 
   HostMemory Memory();
 
-  // Notes that a process is done. Returns false unless it is a reader: no peer
-  // can free what others still read.
+  // Releases a segment for a reader. Returns false if the process is not a
+  // reader of it: no peer can free a segment that others read.
   bool Release(int32_t process, uint64_t id);
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Memory that processes share: rows, and texts about a process.
+// Tests shared memory: segments of rows, and shared texts.
 
 #include "ep_ffi/backends/host/transport/segment.h"
 
@@ -23,7 +23,7 @@
 namespace ep::host {
 namespace {
 
-// A segment that was just made, and the descriptor that peers would get.
+// A new segment, and its descriptor for peers.
 class NewSegment : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -42,7 +42,7 @@ class NewSegment : public ::testing::Test {
   Fd fd_;
 };
 
-TEST_F(NewSegment, APeerReadsWhatTheOwnerWrites) {
+TEST_F(NewSegment, APeerReadsTheOwnersBytes) {
   ASSERT_GE(segment_->memory.bytes(), 1000u);
   Mapping peer;
   ASSERT_TRUE(Mapping::OpenPeer(fd_, &peer).ok());
@@ -68,7 +68,7 @@ TEST_F(NewSegment, OnlyThisUserMayOpenIt) {
   EXPECT_EQ(0600u, info.st_mode & 0777);
 }
 
-TEST_F(NewSegment, ItIsReusedOnceAllReadersReleasedIt) {
+TEST_F(NewSegment, IsReusedAfterAllReadersReleasedIt) {
   Fd new_fd;
   EXPECT_TRUE(pool_.Release(1, segment_->id));
   EXPECT_NE(segment_, Acquire(1000, &new_fd));
@@ -77,7 +77,7 @@ TEST_F(NewSegment, ItIsReusedOnceAllReadersReleasedIt) {
   EXPECT_EQ(-1, new_fd.get());
 }
 
-TEST_F(NewSegment, NoReaderReleasesItForAnother) {
+TEST_F(NewSegment, AReaderCannotReleaseItForAnother) {
   Fd new_fd;
   EXPECT_TRUE(pool_.Release(1, segment_->id));
   EXPECT_FALSE(pool_.Release(1, segment_->id));
@@ -86,7 +86,7 @@ TEST_F(NewSegment, NoReaderReleasesItForAnother) {
   EXPECT_NE(segment_, Acquire(1000, &new_fd));
 }
 
-TEST_F(NewSegment, ALargeOneIsNotSpentOnAFewBytes) {
+TEST_F(NewSegment, ALargeSegmentIsNotUsedForFewBytes) {
   Fd new_fd;
   const Segment* large = Acquire(64 << 20, &new_fd);
   ASSERT_TRUE(pool_.Release(1, large->id));
@@ -94,25 +94,22 @@ TEST_F(NewSegment, ALargeOneIsNotSpentOnAFewBytes) {
   EXPECT_EQ(large, Acquire(60 << 20, &new_fd));
 }
 
-TEST(SegmentTest, MemoryThatCouldShrinkIsRefused) {
+TEST(SegmentTest, RejectsOtherDescriptorsOfPeers) {
   const Fd fd(memfd_create("unsealed", MFD_ALLOW_SEALING));
   ASSERT_EQ(0, ftruncate(fd.get(), 4096));
   Mapping mapping;
   EXPECT_FALSE(Mapping::OpenPeer(fd, &mapping).ok());
   ASSERT_EQ(0, fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK));
   EXPECT_TRUE(Mapping::OpenPeer(fd, &mapping).ok());
-}
 
-TEST(SegmentTest, WhatIsNoMemoryIsRefused) {
   int fds[2];
   ASSERT_EQ(0, pipe(fds));
-  Mapping mapping;
-  const Fd ends[] = {Fd(fds[0]), Fd(fds[1])};
-  EXPECT_FALSE(Mapping::OpenPeer(ends[0], &mapping).ok());
+  const Fd reader(fds[0]), writer(fds[1]);
+  EXPECT_FALSE(Mapping::OpenPeer(reader, &mapping).ok());
   EXPECT_FALSE(Mapping::OpenPeer(Fd(), &mapping).ok());
 }
 
-TEST(SegmentTest, MoreThanThereIsIsAnError) {
+TEST(SegmentTest, ReportsLackOfMemory) {
   SegmentPool pool;
   Segment* segment;
   Fd fd;
@@ -121,8 +118,8 @@ TEST(SegmentTest, MoreThanThereIsIsAnError) {
   EXPECT_EQ(-1, fd.get());
 }
 
-// Opens the memory of the only text of this process as another process would;
-// empty if there is none.
+// Opens the memory of this process's only shared text, as another process does.
+// Empty if there is none.
 Fd Find() {
   Fd found;
   DIR* folder = opendir("/proc/self/fd");
@@ -144,7 +141,7 @@ uint64_t Number(const Fd& fd, off_t at) {
   return number;
 }
 
-// Reads as shared_text.h says.
+// Reads the text as shared_text.h describes.
 std::string Read(const Fd& fd) {
   while (true) {
     const uint64_t number = Number(fd, 8), max_bytes = Number(fd, 16);
@@ -175,24 +172,7 @@ TEST(SharedTextTest, AReaderGetsTheLastText) {
   EXPECT_EQ("ep_text1", std::string(magic, 8));
 }
 
-TEST(SharedTextTest, NobodyElseCanChangeIt) {
-  const SharedText text(10);
-  const Fd fd = Find();
-  struct stat status;
-  ASSERT_EQ(0, fstat(fd.get(), &status));
-  EXPECT_EQ(0600u, status.st_mode & 0777);
-  const int seals = fcntl(fd.get(), F_GET_SEALS);
-  EXPECT_EQ(F_SEAL_SHRINK | F_SEAL_GROW, seals & 6);
-}
-
-TEST(SharedTextTest, ItEndsWithItsOwner) {
-  {
-    const SharedText text(10);
-  }
-  EXPECT_LT(Find().get(), 0);
-}
-
-TEST(SharedTextTest, NoReaderSeesPartsOfTwoTexts) {
+TEST(SharedTextTest, AReaderNeverSeesPartsOfTwoTexts) {
   SharedText text(1 << 12);
   const Fd fd = Find();
   std::atomic<bool> is_done{false};

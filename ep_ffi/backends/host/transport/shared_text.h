@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A text that other processes of the same user can read, also while this
-// process is stopped or Python is blocked. `python -m ep stuck` is the reader.
+// A text that other processes of this user can read, even while this process is
+// stopped or Python is blocked. `python -m ep stuck` reads it.
 //
-// The memory is a sealed, anonymous memfd of mode 0600. It ends with the
+// The memory is a sealed, anonymous memfd of mode 0600, and ends with the
 // process. A reader finds it among the descriptors of the process in /proc,
-// which the kernel shows to the same user only. It has these bytes, in which
-// numbers are of 64 bits:
+// which the kernel shows to the same user only. The layout, with numbers of 64
+// bits:
 //
 //   "ep_text1"
-//   the number n of texts that were written
-//   the size in bytes of each of two buffers
-//   the size of the text in buffer 0, and that in buffer 1
+//   the number n of written texts
+//   the size of each of the two buffers, in bytes
+//   the sizes of the texts in buffer 0 and buffer 1
 //   buffer 0, buffer 1
 //
-// Text n is whole in buffer n % 2 until n has changed, because the next text
-// goes to the other buffer. So a process that is stopped while it writes still
-// has a text to read.
+// Text n is in buffer n % 2. It is valid until n changes, because the writer
+// writes the next text to the other buffer. So a reader gets a text even if the
+// process is stopped while it writes.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_SHARED_TEXT_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_SHARED_TEXT_H_
@@ -36,8 +36,8 @@ class SharedText {
  public:
   static constexpr char kName[] = "ep_status";  // of the memfd
 
-  // Texts have at most `max_bytes`. If the system has no memory or descriptor
-  // for them, nothing is written.
+  // Texts have at most `max_bytes`. Without memory or a descriptor, `Write`
+  // does nothing.
   explicit SharedText(size_t max_bytes);
 
   size_t max_bytes() const { return max_bytes_; }

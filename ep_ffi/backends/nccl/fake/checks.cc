@@ -19,7 +19,8 @@ struct Violations {
 };
 
 Violations& TheViolations() {
-  static Violations* violations = new Violations();  // leaked, as are threads
+  // Leaked, because threads may outlive the destructors of static objects.
+  static Violations* violations = new Violations();
   return *violations;
 }
 

@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The fake checks here that callers keep to the contracts of the real
-// libraries, and that they destroy what they create.
-
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_CHECKS_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_CHECKS_H_
 
@@ -19,8 +16,8 @@ namespace ep::nccl::fake {
 
 void RecordViolation(const std::string& sentence);
 
-// The requirements of one call of a function on its caller. An unmet
-// requirement is recorded as a violation.
+// Checks that one call of a function meets the contract of the real library.
+// Records each unmet requirement as a violation.
 class Contract {
  public:
   explicit Contract(std::string function) : function_(std::move(function)) {}
@@ -33,8 +30,8 @@ class Contract {
     }
     return met;
   }
-  // Requires that this thread is not inside an FFI handler. The function waits
-  // or allocates, which a handler must not do.
+  // Requires that this thread is not inside an FFI handler, because the
+  // function waits or allocates.
   void RequireNoHandler();
 
   const std::string& function() const { return function_; }
@@ -48,10 +45,10 @@ class Contract {
 
 // Returns whether this thread is inside an FFI handler.
 bool IsInHandler();
-// Returns whether the handler's EpHandle.mem contains these bytes.
+// Returns whether these bytes are in the handler's EpHandle.mem.
 bool HandlerMemHolds(const void* begin, size_t bytes);
 
-// The objects of a type that were created and are not destroyed yet.
+// The objects of a type that exist.
 //
 // Thread-safe.
 template <typename T>

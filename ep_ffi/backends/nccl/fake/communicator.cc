@@ -45,7 +45,7 @@ bool Clique::Exchange(int rank, const std::string& purpose, const void* mine,
          changed_.WaitUntil(mutex_, deadline)) {
   }
   if (!rendezvous->done) {
-    // The ranks that still wait must not use what this one contributed.
+    // The ranks that still wait must not use this rank's contribution.
     rendezvous->purposes.erase(rank);
     if (aborted_[rank]) return false;
     RecordViolation(StrCat("rank ", rank, " timed out in ", purpose));
@@ -73,7 +73,7 @@ ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
   {
     MutexLock lock(member->mutex_);
     if (!contract.Require(member->num_tasks_ == 0 || member->stream_ == stream,
-                          "two streams use a communicator at once")) {
+                          "two streams use a communicator concurrently")) {
       return ncclInvalidUsage;
     }
     member->stream_ = stream;

@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The ranks of an NCCL communicator, and the exchanges between them, on the
-// host or on a stream.
-
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_COMMUNICATOR_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_COMMUNICATOR_H_
 
@@ -21,11 +18,11 @@
 
 namespace ep::nccl::fake {
 
-// The ranks of a communicator. The n-th exchange of a rank is with the n-th
-// exchange of each other rank.
+// The ranks of a communicator. The n-th exchange of a rank meets the n-th
+// exchange of every other rank.
 //
-// Thread-safe: each rank calls from a thread of its own. The lock guarantees
-// that an exchange is in the table exactly until its last rank has joined.
+// Thread-safe; each rank calls from a separate thread. The lock guarantees that
+// an exchange is pending exactly until its last rank joins.
 class Clique {
  public:
   explicit Clique(int size)
@@ -33,11 +30,9 @@ class Clique {
 
   int size() const { return size_; }
 
-  // The contributions of the ranks, by rank; and a number that is unique among
-  // all exchanges of all cliques.
   struct Exchanged {
-    uint64_t number = 0;
-    std::vector<const void*> contributions;
+    uint64_t number = 0;  // unique among the exchanges of all cliques
+    std::vector<const void*> contributions;  // by rank
 
     template <typename T>
     const T& From(int rank) const {
@@ -45,22 +40,22 @@ class Clique {
     }
   };
 
-  // Waits until all ranks have joined their next exchange. What they contribute
-  // stays valid until the exchange after that. Returns false if this rank was
-  // aborted, or after a violation: ranks that join for different purposes, or
-  // a rank that does not join.
+  // Waits until all ranks have joined their next exchange. Contributions stay
+  // valid until the exchange after that. Returns false if this rank was
+  // aborted, or after a violation: ranks with different purposes, or an absent
+  // rank.
   bool Exchange(int rank, const std::string& purpose, const void* mine,
                 Exchanged* exchanged);
 
-  // Ends the waiting of this rank. The others go on to wait: as with NCCL, each
-  // must give up by itself.
+  // Makes this rank stop waiting. The other ranks continue to wait, as with
+  // NCCL.
   void Abort(int rank);
 
  private:
   // The lock of the clique guards it.
   struct Rendezvous {
     uint64_t number = 0;
-    std::map<int, std::string> purposes;  // of the ranks that have joined
+    std::map<int, std::string> purposes;  // by rank that has joined
     std::vector<const void*> contributions;
     bool done = false;
     bool failed = false;
@@ -70,18 +65,16 @@ class Clique {
 
   Mutex mutex_;
   CondVar changed_;
-  // By rank, the number of its next exchange, and whether it was aborted.
-  std::vector<uint64_t> next_ EP_GUARDED_BY(mutex_);
-  std::vector<bool> aborted_ EP_GUARDED_BY(mutex_);
+  std::vector<uint64_t> next_ EP_GUARDED_BY(mutex_);  // exchange, by rank
+  std::vector<bool> aborted_ EP_GUARDED_BY(mutex_);   // by rank
   // The exchanges that only some ranks have joined, by number.
   std::map<uint64_t, std::shared_ptr<Rendezvous>> pending_
       EP_GUARDED_BY(mutex_);
 };
 
-// A rank of a clique. The tasks that it has enqueued share it.
+// A rank of a clique. Its enqueued tasks share the object.
 //
-// Thread-safe. The lock guarantees that all tasks that have not ended are on
-// one stream.
+// Thread-safe. The lock guarantees that all unfinished tasks are on one stream.
 class Member {
  public:
   Member(std::shared_ptr<Clique> clique, int rank, int device)
@@ -91,13 +84,13 @@ class Member {
   int rank() const { return rank_; }
   int device() const { return device_; }
 
-  // Enqueues `task`, in which this rank exchanges something with the others.
-  // Tasks on two streams at once are a violation, since ranks might run them in
-  // different orders.
+  // Enqueues `task`, in which this rank exchanges data with the other ranks.
+  // Concurrent tasks on two streams are a violation, because ranks might run
+  // them in different orders.
   static ncclResult_t Enqueue(std::shared_ptr<Member> member,
                               Contract& contract, CUstream stream,
                               std::function<void()> task);
-  // Returns whether a task has not ended.
+  // Returns whether there are unfinished tasks.
   bool IsBusy();
 
  private:

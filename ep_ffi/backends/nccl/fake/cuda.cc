@@ -70,7 +70,7 @@ void CUstream_st::Work() {
   while (true) {
     while (!closed_ && tasks_.empty()) changed_.Wait(mutex_);
     if (tasks_.empty()) return;
-    // Stays in place, since other threads only push to the back.
+    // The task keeps its address, because other threads only push to the back.
     const std::function<void()>& task = tasks_.front();
     mutex_.Unlock();
     task();
@@ -98,10 +98,6 @@ CUcontext ContextOf(int device) {
   return &contexts->at(device);
 }
 
-CUstream MakeStream(CUcontext context) {
-  return LiveObjects<CUstream_st>::Get().Add(new CUstream_st(context));
-}
-
 }  // namespace
 
 size_t CountRetainedContexts() {
@@ -124,7 +120,7 @@ void RequireContext(Contract& contract, int device) {
   const CUcontext current = CurrentContext();
   if (contract.Require(current, "no context is current")) {
     contract.Require(current->device == device, "the context of device ",
-                     current->device, " is current, not that of ", device);
+                     current->device, " is current, expected device ", device);
   }
 }
 
@@ -137,8 +133,9 @@ void RequireStream(Contract& contract, CUstream stream) {
 }
 
 std::shared_ptr<CUstream_st> NewStream(int device) {
-  return {MakeStream(ContextOf(device)),
-          [](CUstream ended) { ended->Close(); }};
+  return {
+      LiveObjects<CUstream_st>::Get().Add(new CUstream_st(ContextOf(device))),
+      [](CUstream stream) { stream->Close(); }};
 }
 
 void Synchronize(CUstream stream) { stream->Synchronize(); }
@@ -223,21 +220,6 @@ CUresult cuCtxSynchronize() {
   return CUDA_SUCCESS;
 }
 
-CUresult cuStreamCreate(CUstream* stream, unsigned) {
-  if (!MayWait(Contract("cuStreamCreate"))) return CUDA_ERROR_INVALID_CONTEXT;
-  *stream = MakeStream(CurrentContext());
-  return CUDA_SUCCESS;
-}
-
-CUresult cuStreamDestroy(CUstream stream) {
-  Contract contract("cuStreamDestroy");
-  contract.RequireNoHandler();
-  RequireStream(contract, stream);
-  if (!contract.kept()) return CUDA_ERROR_INVALID_HANDLE;
-  stream->Close();
-  return CUDA_SUCCESS;
-}
-
 CUresult cuMemGetInfo(size_t* free, size_t* total) {
   if (!MayWait(Contract("cuMemGetInfo"))) return CUDA_ERROR_INVALID_CONTEXT;
   *free = *total = TheMachine().free_bytes;
@@ -249,12 +231,6 @@ CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
   *memory = std::malloc(bytes);
   std::memset(*memory, 0xc5, bytes);  // CUDA does not promise zeros
   LiveObjects<std::byte>::Get().Add(static_cast<std::byte*>(*memory));
-  return CUDA_SUCCESS;
-}
-
-CUresult cuMemHostGetDevicePointer(CUdeviceptr* address, void* memory,
-                                   unsigned) {
-  *address = reinterpret_cast<CUdeviceptr>(memory);
   return CUDA_SUCCESS;
 }
 

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The fake driver, as the fakes of NCCL and NCCL EP see it.
-
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_DRIVER_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_DRIVER_H_
 
@@ -18,29 +16,29 @@
 #include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/core/mutex.h"
 
-// The primary context of a device; there are no others.
+// The primary context of a device. The fake has no other contexts.
 struct CUctx_st {
   int device = 0;
   std::atomic<int> times_retained{0};
 };
 
-// A thread that runs what is enqueued, in order.
+// A thread that runs enqueued tasks in order.
 //
 // Thread-safe. The lock guarantees that the first task stays in the queue while
-// it runs, so that an empty queue means that all has run.
+// it runs, so an empty queue means that all tasks have run.
 struct CUstream_st {
  public:
   explicit CUstream_st(CUcontext context);
-  // Waits for all tasks and ends the thread. The object itself is never freed:
-  // a thread that the backend left behind after a timeout may still synchronize
-  // with it.
+  // Waits for all tasks and stops the thread. The object is never freed,
+  // because a thread that the backend left behind after a timeout may still use
+  // it.
   void Close();
   bool IsClosed();
 
   CUcontext context() const { return context_; }
-  // `name` is that of the function that enqueues, or of a kernel.
+  // `name` is the name of a kernel or of the caller.
   void Enqueue(const std::string& name, std::function<void()> task);
-  // Returns the names since the last call.
+  // Returns the names that were enqueued since the last call.
   std::vector<std::string> TakeNames();
   // Waits until all tasks have run.
   void Synchronize();
@@ -64,18 +62,18 @@ size_t CountRetainedContexts();
 // Returns the context that is current on this thread, or null.
 CUcontext CurrentContext();
 
-// Requires what a function needs that waits or allocates: a current context,
-// and that no handler calls it. Returns whether the contract was kept.
+// Requires a current context, and that no handler calls the function, which
+// waits or allocates. Returns whether the contract was kept.
 bool MayWait(Contract contract);
 // Requires that the context of this device is current.
 void RequireContext(Contract& contract, int device);
-// Requires that the stream exists and is of the current context.
+// Requires that the stream exists and belongs to the current context.
 void RequireStream(Contract& contract, CUstream stream);
 
 // Returns whether the backend has a kernel of this name.
 bool HasKernel(const std::string& name);
-// Returns a function that runs a kernel on `num_blocks` blocks of threads. The
-// parameters are copied now, as a launch copies them.
+// Copies the parameters, as a launch does, and returns a function that runs the
+// kernel on `num_blocks` blocks of threads.
 std::function<void()> BindKernel(const std::string& name, unsigned num_blocks,
                                  unsigned block_size, void** parameters);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Compiles kernels.cu for the host, with the parts of CUDA that it uses written
-// in plain C++, and makes a table of its kernels.
+// Compiles kernels.cu for the host, with the CUDA functions that it calls in
+// plain C++, and makes a table of its kernels.
 
 #include <algorithm>
 #include <atomic>
@@ -27,7 +27,7 @@ struct Index {
 
 thread_local Index blockIdx, threadIdx, blockDim, gridDim;
 
-// It is not atomic, because a launch runs its threads one after another.
+// Not atomic, because a launch runs its threads one after another.
 template <typename T>
 T atomicMax(T* address, T value) {
   return std::exchange(*address, std::max(*address, value));
@@ -42,9 +42,8 @@ using std::min;
 
 #include "ep_ffi/backends/nccl/kernels.h"
 
-// Replaces the clock, and warp.h, which warp_test tests: here the first thread
-// of a warp stores what all its threads would, and each computes the result by
-// itself.
+// Replaces the clock and warp.h, which warp_test tests. Here lane 0 of a warp
+// calls store() for all lanes, and each lane computes the result alone.
 #define EP_NCCL_IS_FAKE
 
 namespace ep::nccl {
@@ -86,8 +85,8 @@ int32_t WarpFind(int32_t, int32_t count, Is is) {
 
 #include "ep_ffi/backends/nccl/kernels.cu"
 
-// The host reads reports and counts while the device writes them. They are
-// volatile, which suffices on a GPU but is a data race in C++.
+// The host reads reports and counts while the device writes them. Volatile
+// accesses suffice on a GPU but are a data race in C++.
 extern "C" const char* __tsan_default_suppressions() {
   return "race:^WriteReport$\nrace:^CountOp$\nrace:Device::ReadProgress\n";
 }
@@ -95,8 +94,8 @@ extern "C" const char* __tsan_default_suppressions() {
 namespace ep::nccl::fake {
 namespace {
 
-// Runs the threads of a launch in one order or its reverse. The threads of a
-// GPU run in no order, so a kernel that depends on one fails in some test.
+// Runs the threads of a launch, in reverse order if `backwards`. A kernel that
+// depends on the order of its threads then fails in some test.
 void RunGrid(unsigned num_blocks, unsigned block_size, bool backwards,
              const std::function<void()>& thread) {
   gridDim.x = num_blocks;

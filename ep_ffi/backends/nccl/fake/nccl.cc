@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The fake NCCL: communicators, and the one collective that the backend calls.
+// The fake NCCL: communicators and ncclAllGather.
 
 #include <nccl.h>
 #include <nccl_device/core.h>
@@ -22,7 +22,7 @@
 namespace ep::nccl::fake {
 namespace {
 
-// Returns the clique of an id. The id is forgotten when all ranks have asked.
+// Returns the clique of an id. Forgets the id after the call of the last rank.
 std::shared_ptr<Clique> CliqueOf(const ncclUniqueId& id, int size) {
   struct Forming {
     std::shared_ptr<Clique> clique;
@@ -40,7 +40,7 @@ std::shared_ptr<Clique> CliqueOf(const ncclUniqueId& id, int size) {
   return clique;
 }
 
-// Requires that the communicator exists and is of the current context.
+// Requires that the communicator exists and belongs to the current context.
 void RequireCommunicator(Contract& contract, ncclComm_t comm) {
   if (contract.Require(LiveObjects<ncclComm>::Get().Has(comm),
                        "no such communicator")) {
@@ -118,8 +118,8 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   return ncclSuccess;
 }
 
-// On a GPU, the kernels of NCCL EP go on to wait after an abort. Here they end
-// as well, so that a test can end.
+// On a GPU, the kernels of NCCL EP continue to wait after an abort. In the fake
+// they stop, so that a test can end.
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   Contract contract("ncclCommAbort");
   contract.RequireNoHandler();
@@ -147,7 +147,7 @@ ncclResult_t ncclAllGather(const void* mine, void* all, size_t count,
         Clique::Exchanged exchanged;
         if (!clique.Exchange(member->rank(), StrCat("ncclAllGather of ", count),
                              mine, &exchanged)) {
-          // NCCL leaves it undefined; here the next reader must not overflow.
+          // NCCL leaves `all` undefined. Zeros keep the next kernel in bounds.
           std::memset(all, 0, clique.size() * bytes);
           return;
         }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Groups and handles of the fake NCCL EP. It stands for version 0.2.0, its
-// high-throughput algorithm with the expert-major layout, and checks what that
-// asserts, traps on, or silently gets wrong.
+// Groups and handles of the fake NCCL EP. The fake implements the
+// high-throughput algorithm with the expert-major layout. Its checks match the
+// assertions, traps and undetected errors of version 0.2.0.
 
 #include "ep_ffi/backends/nccl/fake/nccl_ep.h"
 
@@ -26,7 +26,7 @@ int64_t AlignmentOf(const ncclEpHandleConfig_t* config) {
   return std::max<int64_t>(config->dispatch_output_per_expert_alignment, 1);
 }
 
-// Returns the bytes of a handle: its routing, and scratch memory for ops.
+// Returns the bytes of a handle: a routing and scratch memory.
 int64_t BytesOf(const ncclEpGroup& group, int64_t num_topk) {
   const int64_t bytes =
       sizeof(Routing) +

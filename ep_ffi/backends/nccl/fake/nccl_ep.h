@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Groups and handles of the fake NCCL EP, what the use of them requires, and
-// the structs that a caller fills in.
-
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_NCCL_EP_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_NCCL_EP_H_
 
@@ -28,7 +25,7 @@ struct ncclEpGroup {
   uint64_t id;  // equal on all ranks
   std::atomic<int> num_handles{0};
 
-  // The sizes of a routing are not known.
+  // Returns the sizes of the group, without the sizes of a routing.
   ep::PlanDims dims() const {
     ep::PlanDims dims = {};
     dims.num_experts = config.num_experts;
@@ -48,17 +45,17 @@ struct ncclEpHandle {
 
 namespace ep::nccl::fake {
 
-// The beginning of a handle's memory. The rank's choices [num_tokens, num_topk]
-// follow. It has no pointers, so it may be moved.
+// The header of a handle's memory. The rank's choices [num_tokens, num_topk]
+// follow. The memory has no pointers, so XLA may copy it.
 struct Routing {
   uint64_t magic;
   uint64_t group;
-  uint64_t update;  // equal on ranks that updated their handles together
+  uint64_t update;  // number of the update, equal on all its ranks
   int64_t num_topk;
   int64_t alignment;
   int64_t num_tokens;
 
-  // Returns whether it is all zeros. Then this rank moves no rows.
+  // Returns whether the routing is all zeros, so that this rank sends no rows.
   bool IsEmpty() const { return magic == 0; }
   int64_t num_choices() const { return num_tokens * num_topk; }
   const int64_t* choices() const {
@@ -74,8 +71,8 @@ void RequireGroup(Contract& contract, ncclEpGroup_t group);
 void RequireHandle(Contract& contract, ncclEpHandle_t handle,
                    cudaStream_t stream);
 
-// Exchanges pointers with all ranks. Returns false unless each contributed one:
-// a rank contributes null if its call violated the contract.
+// Exchanges pointers with all ranks. Returns false if a rank contributes null,
+// which means that its call violated the contract.
 template <typename T>
 bool ExchangeAll(Member& member, const std::string& purpose, const T* mine,
                  std::vector<const T*>* all, uint64_t* number) {
@@ -90,7 +87,7 @@ bool ExchangeAll(Member& member, const std::string& purpose, const T* mine,
   return true;
 }
 
-// Requires that a struct is given and was initialized as its header says.
+// Requires a struct that was initialized by the macro of its header.
 template <typename Struct>
 bool RequireStruct(Contract& contract, const std::string& name,
                    const Struct* given) {
@@ -101,8 +98,7 @@ bool RequireStruct(Contract& contract, const std::string& name,
   return contract.kept();
 }
 
-// The content of a descriptor with one dimension, [rows], or two, [rows,
-// columns].
+// A tensor with one dimension, [rows], or two, [rows, columns].
 struct Tensor {
   ncclDataType_t type = ncclInt8;
   std::byte* data = nullptr;
@@ -115,7 +111,7 @@ struct Tensor {
   }
 };
 
-// Reads a descriptor, which must have one of these types and, unless they are
+// Reads a descriptor, which must have one of these types and, if `rows` is not
 // negative, these sizes.
 inline Tensor OpenTensor(Contract& contract, const std::string& name,
                          const ncclEpTensor_t* given, unsigned ndim,

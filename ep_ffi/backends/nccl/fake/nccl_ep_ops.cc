@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The collectives of the fake NCCL EP. Each checks its arguments when it is
-// called, and computes when its stream runs it.
+// The collectives of the fake NCCL EP. Each checks its arguments in the call,
+// and computes in the stream.
 
 #include <nccl.h>
 #include <nccl_ep.h>
@@ -28,7 +28,7 @@ namespace {
 
 using testing::IsScatter;
 
-// Opens a descriptor of rows that dispatch and combine accept.
+// Reads a descriptor of rows that dispatch and combine accept.
 Tensor OpenRows(Contract& contract, const std::string& name,
                 const ncclEpTensor_t* given, const ncclEpGroup& group) {
   const Tensor rows = OpenTensor(contract, name, given, 2,
@@ -52,7 +52,8 @@ DType DTypeOf(ncclDataType_t type) {
   }
 }
 
-// Copies a rank's choices to the handle's memory, and -1 for invalid ones.
+// Copies a rank's choices to the handle's memory, and replaces invalid ones by
+// -1.
 void CopyChoices(Contract& contract, const ncclEpGroup& group,
                  const Tensor& topk_idx, int64_t* out) {
   for (int64_t t = 0; t < topk_idx.rows; ++t) {
@@ -72,8 +73,8 @@ void CopyChoices(Contract& contract, const ncclEpGroup& group,
 // The routings of all ranks.
 using Routings = std::vector<const Routing*>;
 
-// Returns where each choice goes. `dims` has the sizes of the group, and gets
-// those of the routing, which is not empty on `rank`.
+// Returns the layout of a routing that is not empty on `rank`. `dims` has the
+// sizes of the group, and gets the sizes of the routing.
 testing::Layout LayOut(const Routings& routings, int32_t rank, PlanDims* dims) {
   dims->num_tokens = routings[rank]->num_tokens;
   dims->top_k = routings[rank]->num_topk;
@@ -97,8 +98,8 @@ struct Transfer {
   float* out_weights;
 };
 
-// Writes the outputs of `rank`, except past the last slab. Unlike NCCL EP it
-// rounds each sum once.
+// Writes the outputs of `rank`, without the tail. Rounds each sum once, unlike
+// NCCL EP.
 void Run(Op op, const std::vector<const Transfer*>& ranks, int32_t rank,
          PlanDims dims, const testing::RowType& type) {
   const Transfer& mine = *ranks[rank];
@@ -126,12 +127,12 @@ void Run(Op op, const std::vector<const Transfer*>& ranks, int32_t rank,
   const int64_t weights = IsScatter(op) ? slots : dims.num_choices();
   std::copy_n(outputs.rows.begin(), rows * type.bytes(), mine.out_rows);
   if (!mine.out_weights) return;
-  outputs.weights.resize(weights);  // it has none if no rank has slots
+  outputs.weights.resize(weights);  // empty if no rank has slots
   std::copy_n(outputs.weights.begin(), weights, mine.out_weights);
 }
 
-// Runs ncclEpUpdateHandle on the stream. An enqueued op owns a copy of its
-// handle, which may be destroyed before the op runs.
+// Runs ncclEpUpdateHandle on the stream. Takes a copy of the handle, because
+// the caller may destroy the handle before the stream runs the op.
 void Update(const ncclEpHandle& handle, const Tensor& topk_idx) {
   Contract contract("ncclEpUpdateHandle");
   const ncclEpGroup& group = *handle.group;
@@ -154,7 +155,7 @@ void Update(const ncclEpHandle& handle, const Tensor& topk_idx) {
       member.rank(), " receives ", total, " rows");
   member.clique().Exchange(member.rank(), "the end of ncclEpUpdateHandle",
                            nullptr, nullptr);
-  // Without a routing, the next op does not write out of bounds.
+  // Invalidate the routing, so that the next op does not write out of bounds.
   if (!fits) mine->magic = 0;
 }
 
@@ -163,8 +164,8 @@ bool IsZero(const ncclEpHandle& handle) {
                      [](std::byte byte) { return byte == std::byte{0}; });
 }
 
-// Writes other bytes into a handle's scratch memory each time, and never the
-// zeros that it begins with.
+// Writes different bytes to a handle's scratch memory at each call, never
+// zeros.
 void OverwriteScratch(const ncclEpHandle& handle) {
   static std::atomic<int> last{0};
   std::memset(handle.mem + handle.bytes - kScratchBytes, 1 + ++last % 255,
@@ -210,7 +211,7 @@ void RunMove(const ncclEpHandle& handle, const Move& move, Transfer transfer) {
         return rank->routing->IsEmpty() || routing->IsEmpty() ||
                rank->routing->update == routing->update;
       });
-  // All ranks find the same, since they compare the same routings.
+  // All ranks get the same result, because they compare the same routings.
   if (contract.Require(match, "ranks bring routings of different updates")) {
     Run(move.op, ranks, member.rank(), group.dims(), move.type);
   }
@@ -275,8 +276,8 @@ ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle,
                                 cudaStream_t stream) {
   Contract contract("ncclEpUpdateHandle");
   RequireHandle(contract, handle, stream);
-  // NCCL EP takes narrower ones too, but a handle that is opened later on the
-  // same memory reads them back as 64 bits wide.
+  // NCCL EP accepts narrower choices, but a handle that the caller opens later
+  // on the same memory reads them as 64 bits wide.
   const Tensor choices =
       OpenTensor(contract, "topk_idx", topk_idx, 2, {ncclInt64});
   if (!contract.kept()) return ncclInvalidArgument;

@@ -20,11 +20,11 @@ namespace {
 
 constexpr int64_t kMaxRowBytes = 4096;
 
-// Rows of a group beyond the capacity of the layers in the suite: NCCL EP is
-// told of them, and writes none.
+// The rows of a group beyond the capacity of the suite's layers.
 constexpr int64_t kMoreRows = 8;
 
-// Waits until the threads that a test has left behind destroy nothing more.
+// Waits until the threads that earlier tests left behind destroy no more
+// objects.
 void AwaitThreadsOfEarlierTests() {
   fake::Resources now;
   while (now != fake::CountResources()) {
@@ -33,8 +33,7 @@ void AwaitThreadsOfEarlierTests() {
   }
 }
 
-// Checks after each test that there is no violation, and that the test has
-// destroyed what it created.
+// Checks after each test that there are no violations and no leaks.
 class FakeChecker : public ::testing::EmptyTestEventListener {
  public:
   static void AllowLeaks() { leaks_allowed_ = true; }
@@ -50,8 +49,7 @@ class FakeChecker : public ::testing::EmptyTestEventListener {
       ADD_FAILURE() << violation;
     }
     if (leaks_allowed_) return;
-    // A thread that has connected a group may destroy its objects a little
-    // later.
+    // The thread that connected a group may destroy its objects a little later.
     Await([this] { return fake::CountResources() == before_; });
     EXPECT_EQ(before_, fake::CountResources());
   }
@@ -89,7 +87,7 @@ std::vector<Domain> MakeWorld(const WorldOptions& options, bool is_lent) {
       domain.streams.push_back(streams[rank].get());
     }
     domain.groups.assign(groups.begin(), groups.end());
-    if (is_lent) {  // in one process with all GPUs
+    if (is_lent) {  // one process for all GPUs
       const auto all = std::make_shared<NcclRanks>(ranks);
       for (int32_t rank = 0; rank < ep_size; ++rank) {
         domain.groups[rank] = {all, all->OnDevice(domain.devices[rank])};
@@ -136,20 +134,25 @@ void AwaitStreams(const Domain& domain) {
   }
 }
 
-Lent::Lent(int32_t device, int32_t ep_size, int32_t rank,
-           const std::string& id) {
-  ExpectOk(Libraries::Load("", "", &nccl_));
-  ExpectOk(Device::Open(nccl_, device, /*num_reports=*/1, &device_));
+std::shared_ptr<Device> OpenDevice(int32_t ordinal) {
+  Libraries libraries;
+  ExpectOk(Libraries::Load("", "", &libraries));
+  std::shared_ptr<Device> device;
+  ExpectOk(Device::Open(libraries, ordinal, /*num_reports=*/1, &device));
+  return device;
+}
+
+Lent::Lent(int32_t device, int32_t ep_size, int32_t rank, const std::string& id)
+    : device_(OpenDevice(device)) {
   const Device::Scope scope(*device_);
   ncclUniqueId unique_id;
   std::memcpy(&unique_id, id.data(), sizeof(unique_id));
-  EXPECT_EQ(ncclSuccess,
-            nccl_.ncclCommInitRank(&comm_, ep_size, unique_id, rank));
+  EXPECT_EQ(ncclSuccess, ncclCommInitRank(&comm_, ep_size, unique_id, rank));
 }
 
 Lent::~Lent() {
   const Device::Scope scope(*device_);
-  EXPECT_EQ(ncclSuccess, nccl_.ncclCommDestroy(comm_));
+  EXPECT_EQ(ncclSuccess, ncclCommDestroy(comm_));
 }
 
 Sizes SizesFor(const PlanDims& dims) {

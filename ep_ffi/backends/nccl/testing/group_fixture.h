@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The nccl backend over the fake, for the tests of this folder: ranks are
-// threads, devices are numbers, and a call that the real libraries would not
-// survive is a violation, which fails the test.
+// The nccl backend over the fake. Ranks are threads, devices are numbers, and a
+// violation fails the test; see fake.h.
 
 #ifndef EP_FFI_BACKENDS_NCCL_TESTING_GROUP_FIXTURE_H_
 #define EP_FFI_BACKENDS_NCCL_TESTING_GROUP_FIXTURE_H_
@@ -36,20 +35,23 @@ using testing::Step;
 using testing::StepPtr;
 using testing::WorldOptions;
 
-// Allows this test to end without destroying all objects of the libraries.
+// Allows the current test to leave objects of the libraries behind.
 void AllowLeaks();
 
-// Waits until the condition holds, at most two seconds.
+// Waits until the condition is true, for at most two seconds.
 void Await(const std::function<bool()>& condition);
 
-// Waits until the fake has ended the work of a group that gave up. Until then
-// it may write to the buffers of the ops.
+// Waits until the streams are idle. After a group has given up, the fake may
+// still write to the buffers of its ops.
 void AwaitStreams(const Domain& domain);
 
-// Returns the sizes of a group that serves layers of these dimensions.
+// Returns the sizes of a group for layers with these dimensions.
 Sizes SizesFor(const PlanDims& dims);
 
-// A communicator that a test lends to a rank, as XLA does.
+// Opens a device with one report.
+std::shared_ptr<Device> OpenDevice(int32_t ordinal);
+
+// A communicator that a test lends to a rank, in the role of XLA.
 class Lent {
  public:
   // Collective over the ranks of `id`.
@@ -59,45 +61,43 @@ class Lent {
   ncclComm_t comm() const { return comm_; }
 
  private:
-  Libraries nccl_;
-  std::shared_ptr<Device> device_;
+  const std::shared_ptr<Device> device_;
   ncclComm_t comm_ = nullptr;
 };
 
 // Connects the ranks of one domain, on devices from `first_device` on. Returns
-// the results by rank. `lent` gets the communicators that the groups borrow,
-// each that of the rank `shift` further; if it is null they make their own.
+// the results by rank. With `lent`, rank r borrows the communicator of rank r +
+// shift from `lent`; otherwise each group creates its own communicator.
 std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
                             int32_t first_device,
                             std::vector<std::shared_ptr<NcclGroup>>* groups,
                             std::vector<std::shared_ptr<Lent>>* lent = nullptr,
                             int64_t shift = 0);
 
-// Connects ranks on the devices from 0 on, and expects that all can.
+// Connects ranks on the devices from 0 on, and expects success.
 std::vector<std::shared_ptr<NcclGroup>> ConnectAll(
     double timeout_s, std::vector<std::shared_ptr<Lent>>* lent = nullptr);
 
 // Expects that each element is NaN.
 void ExpectNan(const RowType& type, const testing::RankData& data);
 
-// Describes the backend for the conformance suite.
+// Describe the backend for the conformance suite: with a process per GPU, and
+// with one process for all GPUs, over lent communicators.
 testing::Backend FakeNccl();
-// The same for one process with all GPUs, over communicators of the test, as
-// XLA lends them.
 testing::Backend LentNccl();
 
-// The base of tests for properties that only this backend has.
+// The base class of tests of this backend alone.
 class NcclGroupTest : public testing::BackendTest {
  protected:
   NcclGroupTest() : BackendTest(FakeNccl()) {}
 
-  // Makes a domain whose ranks wait for one second.
+  // Makes a domain with a timeout of one second.
   Domain MakeImpatient() {
     WorldOptions options = kWorld;
     options.timeout_s = 1;
     return MakeDomain(options);
   }
-  // Prepares a routing in which rank 1 has a fault.
+  // Prepares a routing that has a fault on rank 1.
   Routed PrepareFault(const Domain& domain, const PlanDims& dims);
 };
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer's files contain what the documentation tells readers to write.
+"""Checks that a consumer's files contain the code blocks of the documentation.
 
-    readme_test.py README.md MODULE.bazel [PAGE FILE...]
+    readme_test.py PAGE FILE [PAGE FILE...]
 
-Every block of README.md that begins with "# MODULE.bazel" is in that file,
-statement by statement or line by line, and the same holds for other pages and
-files.
+For a FILE named MODULE.bazel, each block of PAGE that begins with the line
+"# MODULE.bazel" is in FILE, statement by statement. A .bazelrc is compared line
+by line.
 """
 
 import ast
@@ -32,33 +32,34 @@ def parts(text: str, name: str) -> list[str]:
 
 
 def module_override(text: str) -> str:
-  """Replaces the README's git_override by the consumer's local override."""
+  """Replaces a git_override with the consumer's local override."""
   local = 'local_path_override(module_name = "jax_ep", path = "../../..")'
   return re.sub(r"^git_override\(.*?^\)$", local, text, flags=re.M | re.S)
 
 
 def missing(page: pathlib.Path, file: pathlib.Path) -> list[str]:
-  """Returns the statements that the page has and the file lacks."""
-  told = blocks(page.read_text(), file.name)
-  if not told:
+  """Returns the page's statements that the file lacks."""
+  documented = blocks(page.read_text(), file.name)
+  if not documented:
     return [f"any block that begins with # {file.name}"]
-  own = parts(file.read_text(), file.name)
+  present = parts(file.read_text(), file.name)
   return [
     part
-    for block in told
+    for block in documented
     for part in parts(module_override(block), file.name)
-    if part not in own
+    if part not in present
   ]
 
 
 def main() -> int:
   names = [pathlib.Path(name) for name in sys.argv[1:]]
-  differs = False
-  for page, file in zip(names[::2], names[1::2], strict=True):
-    for part in missing(page, file):
-      print(f"Not in both {page} and {file}: {part}")
-      differs = True
-  return int(differs)
+  lines = [
+    f"Not in both {page} and {file}: {part}"
+    for page, file in zip(names[::2], names[1::2], strict=True)
+    for part in missing(page, file)
+  ]
+  print("\n".join(lines))
+  return int(bool(lines))
 
 
 if __name__ == "__main__":

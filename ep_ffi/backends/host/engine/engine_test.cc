@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The parts of the engine, each without the others.
+// Unit tests of Batch, Launches, Outcomes, Progress and Workers.
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -23,7 +23,7 @@
 namespace ep::host {
 namespace {
 
-// Makes an exchange of local ranks, which have these numbers of chunks.
+// Makes an exchange of local ranks with these numbers of chunks.
 ExchangePtr MakeExchange(
     const std::vector<int64_t>& num_chunks,
     const std::function<Status(int64_t rank, int64_t chunk)>& run) {
@@ -33,7 +33,8 @@ ExchangePtr MakeExchange(
     part.is_posted = true;
     part.done = [](const Status&) {};
     part.contribution.num_chunks = num_chunks[rank];
-    part.contribution.run = [run, rank](const AllArrays&, int64_t chunk) {
+    part.contribution.run = [run, rank](const std::vector<Arrays>&,
+                                        int64_t chunk) {
       return run(rank, chunk);
     };
   }
@@ -57,7 +58,7 @@ TEST(BatchTest, EachChunkRunsOnceAndOneThreadEndsTheLast) {
   }
 }
 
-TEST(BatchTest, TheFirstFailureIsKeptAndTheOtherChunksRun) {
+TEST(BatchTest, KeepsTheFirstFailureAndRunsTheOtherChunks) {
   int num_runs = 0;
   Batch batch(MakeExchange({2, 2}, [&](int64_t rank, int64_t chunk) {
     ++num_runs;
@@ -79,13 +80,13 @@ TEST(BatchTest, LackOfMemoryIsAFailure) {
   EXPECT_EQ(Code::kResourceExhausted, batch.status().code());
 }
 
-TEST(BatchTest, WithoutChunksTheWorkIsDoneAtOnce) {
+TEST(BatchTest, WithoutChunksTheWorkIsDone) {
   Batch batch(MakeExchange({0, 0}, nullptr));
   EXPECT_EQ(1, batch.NumUsefulThreads(8));
   EXPECT_TRUE(batch.Work());
 }
 
-TEST(BatchTest, SmallWorkIsForOneThread) {
+TEST(BatchTest, OneThreadRunsSmallWork) {
   const auto useful = [](int64_t bytes) {
     ExchangePtr exchange = MakeExchange({5, 5}, nullptr);
     exchange->parts[0].contribution.signature[Signature::kFirstBytes] = bytes;
@@ -97,19 +98,19 @@ TEST(BatchTest, SmallWorkIsForOneThread) {
 
 constexpr uint64_t kSite = 5;
 
-TEST(LaunchesTest, RunIdsThatAreNearAreTheSame) {
+TEST(LaunchesTest, UsesRunIdsThatAreNear) {
   Launches here, there;
   (void)here.Name(kSite, 1001);
-  // A peer has seen the second launch first, and so counts from there.
+  // The peer has seen the second launch first, and counts from it.
   for (int64_t run_id : {1002, 1001, 1003}) {
     EXPECT_EQ(run_id, here.RunId(there.Name(kSite, run_id)));
   }
 }
 
-TEST(LaunchesTest, RunIdsThatAreFarAreMatchedByNumber) {
+TEST(LaunchesTest, MatchesRunIdsThatAreFarByNumber) {
   constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-  // The last are of fingerprints that are nearer than most.
+  // The last fingerprint is nearer than most.
   for (int64_t first : {int64_t{1} << 40, kMin, kMax - 10, -kMax / 2,
                         kMax / 2 + 1 - (1 << 19)}) {
     Launches here, there;
@@ -126,13 +127,13 @@ TEST(LaunchesTest, RunIdsStayNearAfterManyLaunches) {
   for (int64_t run_id = 0; run_id < 10'000; ++run_id) {
     (void)here.Name(kSite, run_id);
   }
-  // The op at the other site runs in few launches, and a peer's is its first.
+  // The op at the other site runs rarely; this is its first launch on the peer.
   EXPECT_EQ(10'001, here.RunId({kOtherSite, 10'001, 0}));
   EXPECT_FALSE(here.RunId({kOtherSite, 1, 0}).has_value());
 }
 
-// An op has two sites where there are two executables, and what is known of the
-// launches of the first says nothing about the second.
+// An op has two sites in two executables. The launches of the first site say
+// nothing about the launches of the second.
 TEST(LaunchesTest, ExecutablesAreLaunchedInAnyOrder) {
   constexpr int64_t kFirst = int64_t{1} << 40, kSecond = 1000;
   Launches here, there;
@@ -144,7 +145,7 @@ TEST(LaunchesTest, ExecutablesAreLaunchedInAnyOrder) {
   EXPECT_EQ(kSecond, here.RunId(launch));
 }
 
-TEST(LaunchesTest, ALaunchIsReachedWithThoseBeforeIt) {
+TEST(LaunchesTest, ALaunchReachesEarlierLaunches) {
   Launches launches;
   EXPECT_FALSE(launches.HasReached({7, 100, 0}));
   launches.Reach({7, 102, 2});
@@ -159,7 +160,7 @@ Status Gone(const std::string& text) {
   return Status(Code::kUnavailable, text);
 }
 
-TEST(OutcomesTest, TheLatestFailedRunsAreRemembered) {
+TEST(OutcomesTest, RemembersTheLatestFailedRuns) {
   Outcomes outcomes;
   for (int64_t run = 0; run < 1000; ++run) {
     EXPECT_TRUE(outcomes.FailRun(run, Gone("")));
@@ -168,7 +169,7 @@ TEST(OutcomesTest, TheLatestFailedRunsAreRemembered) {
   EXPECT_FALSE(outcomes.OfRun(900).ok());
 }
 
-TEST(OutcomesTest, AfterAProcessHasClosedTheOthersGoOn) {
+TEST(OutcomesTest, OtherProcessesContinueAfterAnOrderlyClose) {
   Outcomes outcomes;
   EXPECT_EQ(
       "closed",
@@ -179,27 +180,25 @@ TEST(OutcomesTest, AfterAProcessHasClosedTheOthersGoOn) {
   EXPECT_EQ("", outcomes.LeavingReason());
 }
 
-TEST(OutcomesTest, AfterADeathNothingBegins) {
+TEST(OutcomesTest, TheFirstDeathExplainsLaterEvents) {
   Outcomes outcomes;
   EXPECT_EQ(
-      "died",
-      outcomes.Leave(1, /*is_orderly=*/false, Gone("died"), "").message());
-  EXPECT_EQ("died", outcomes.OfNewExchange().message());
+      "1 died",
+      outcomes.Leave(1, /*is_orderly=*/false, Gone("1 died"), "").message());
+  EXPECT_EQ("1 died", outcomes.OfNewExchange().message());
   EXPECT_TRUE(outcomes.OfGroup().ok());
   EXPECT_TRUE(outcomes.OfProcess(2).ok());
-}
-
-TEST(OutcomesTest, WhatFollowsFromADeathIsToldAsThatDeath) {
-  Outcomes outcomes;
-  (void)outcomes.Leave(1, /*is_orderly=*/false, Gone("1 died"), "");
   (void)outcomes.Leave(2, /*is_orderly=*/true, Gone("2 closed"), "");
   (void)outcomes.Leave(3, /*is_orderly=*/false, Gone("3 died"), "");
   for (int32_t process : {1, 2, 3}) {
     EXPECT_EQ("1 died", outcomes.OfProcess(process).message());
   }
+  outcomes.Close(Status(Code::kFailedPrecondition, "finalized"));
+  EXPECT_EQ("finalized", outcomes.OfGroup().message());
+  EXPECT_EQ("finalized", outcomes.OfNewExchange().message());
 }
 
-TEST(OutcomesTest, AProcessThatClosesMayTellOfADeathFirst) {
+TEST(OutcomesTest, AClosingProcessMayReportADeathFirst) {
   Outcomes outcomes;
   EXPECT_EQ("1 died",
             outcomes.Leave(2, /*is_orderly=*/true, Gone("2 closed"), "1 died")
@@ -208,23 +207,15 @@ TEST(OutcomesTest, AProcessThatClosesMayTellOfADeathFirst) {
   EXPECT_EQ("1 died", outcomes.LeavingReason());
 }
 
-TEST(OutcomesTest, ClosingComesBeforeAllOtherReasons) {
-  Outcomes outcomes;
-  (void)outcomes.Leave(1, /*is_orderly=*/false, Gone("died"), "");
-  outcomes.Close(Status(Code::kFailedPrecondition, "finalized"));
-  EXPECT_EQ("finalized", outcomes.OfGroup().message());
-  EXPECT_EQ("finalized", outcomes.OfNewExchange().message());
-}
-
-TEST(OutcomesTest, ALeavingProcessTellsOfTheRunThatLackedAnother) {
+TEST(OutcomesTest, AClosingProcessReportsARunThatLackedAnotherProcess) {
   Outcomes outcomes;
   EXPECT_TRUE(outcomes.FailRun(1, Gone("2 closed")));
   EXPECT_TRUE(outcomes.FailRun(2, Status(Code::kInvalidArgument, "bad ids")));
   EXPECT_EQ("2 closed", outcomes.LeavingReason());
 }
 
-// Process 1 has the ranks 1 and 2 of three. In an exchange it waits with rank 1
-// for rank 0, and rank 2 has run no op yet.
+// Process 1 has ranks 1 and 2 of three. Rank 1 waits for rank 0 in an exchange,
+// and rank 2 has run no op yet.
 class ProgressTest : public ::testing::Test {
  protected:
   ProgressTest() {
@@ -250,7 +241,7 @@ class ProgressTest : public ::testing::Test {
     return posted;
   }
 
-  // Returns the text after the time at which it was made.
+  // Returns the text without pid and time.
   std::string Text(size_t max_bytes) const {
     const std::string text = Progress(topology_, "ep0", {&exchange_},
                                       last_posts_, /*since=*/0.5, max_bytes);
@@ -265,7 +256,7 @@ class ProgressTest : public ::testing::Test {
   LastPosts last_posts_;
 };
 
-// Returns a text with other quotes.
+// Replaces single quotes by double quotes.
 std::string Json(std::string text) {
   std::replace(text.begin(), text.end(), '\'', '"');
   return text;
@@ -287,7 +278,7 @@ TEST_F(ProgressTest, SaysWhoWaitsAndWhoDoesNot) {
       Text(1000));
 }
 
-TEST_F(ProgressTest, LeavesOutWhatDoesNotFit) {
+TEST_F(ProgressTest, LeavesOutEntriesThatDoNotFit) {
   EXPECT_EQ(Json(StrCat(kBegin, "],'others':[", kOther, "],'left_out':1}")),
             Text(300));
   EXPECT_EQ(Json(StrCat(kBegin, "],'others':[],'left_out':2}")), Text(150));
@@ -297,7 +288,7 @@ bool IsReady(const std::future<void>& future) {
   return future.wait_for(std::chrono::seconds(30)) == std::future_status::ready;
 }
 
-TEST(WorkersTest, TasksThatBlockDoNotHoldUpOthers) {
+TEST(WorkersTest, BlockedTasksDoNotDelayOthers) {
   constexpr int kTasks = 50;
   Workers workers;
   std::promise<void> end;
@@ -315,7 +306,7 @@ TEST(WorkersTest, TasksThatBlockDoNotHoldUpOthers) {
   end.set_value();
 }
 
-TEST(WorkersTest, AcceptedTasksRunAfterTheirWorkersHaveEnded) {
+TEST(WorkersTest, QueuedTasksRunAfterTheDestructor) {
   std::promise<void> ran;
   {
     Workers workers;
@@ -324,7 +315,7 @@ TEST(WorkersTest, AcceptedTasksRunAfterTheirWorkersHaveEnded) {
   EXPECT_TRUE(IsReady(ran.get_future()));
 }
 
-TEST(WorkersTest, ATaskMayEndItsWorkers) {
+TEST(WorkersTest, ATaskMayDestroyItsWorkers) {
   auto workers = std::make_shared<Workers>();
   std::promise<void> ended;
   Workers* raw = workers.get();

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many ranks this host can hold."""
+"""Limits the number of ranks on a host by its memory and processors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import contextlib
 import os
 import pathlib
 
-# A rank that has imported JAX has about 100 MB to itself, and runs for a second
-# or two until it joins the others, which wait for it.
+# A rank that has imported JAX has about 100 MB of private memory. It uses a
+# processor for a second or two until it joins the others, which wait for it.
 _RANK_BYTES = 128 << 20
 _RANKS_PER_PROCESSOR = 64
-_DEVICE_BYTES = 1 << 20  # a CPU device has a thread, and few arrays
+_DEVICE_BYTES = 1 << 20  # the thread of a CPU device, and a few arrays
 
-# The files in which a container finds its limit.
-_LIMITS = (
+# Files with the memory limit of a container.
+_MEMORY_LIMITS = (
   "/sys/fs/cgroup/memory.max",
   "/sys/fs/cgroup/memory/memory.limit_in_bytes",
 )
 
 
 def check(num_processes: int, devices_per_process: int) -> None:
-  """Raises `ValueError` if this host cannot hold so many ranks."""
+  """Raises `ValueError` if this host cannot hold these processes."""
   memory, processors = _memory(), os.cpu_count() or 1
   each = _RANK_BYTES + devices_per_process * _DEVICE_BYTES
   most = min(memory // each, processors * _RANKS_PER_PROCESSOR)
@@ -37,9 +37,9 @@ def check(num_processes: int, devices_per_process: int) -> None:
 
 
 def _memory() -> int:
-  """Returns the bytes of memory of this host, or of its container."""
+  """Returns the memory of this host or its container, in bytes."""
   found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-  for path in _LIMITS:
-    with contextlib.suppress(OSError, ValueError):  # it is "max"
+  for path in _MEMORY_LIMITS:
+    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
       found.append(int(pathlib.Path(path).read_text()))
   return min(found)

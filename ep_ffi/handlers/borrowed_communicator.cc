@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ep_ffi/handlers/lent.h"
+#include "ep_ffi/handlers/borrowed_communicator.h"
 
 #include <string>
 
@@ -11,20 +11,22 @@ namespace {
 constexpr int64_t kCollectives = 129;
 constexpr int32_t kMajorVersion = 0;
 constexpr int32_t kFlattenedId = 3;
-// The communicator of XLA's own collectives, with which our ops share a stream.
+// Names the communicator of XLA's collectives, which share a stream with our
+// ops.
 constexpr int64_t kCommunicationId = 0;
 
 constexpr int64_t kMostRanks = int64_t{1} << 31;
 
-// XLA's table of functions has this one behind the last one of our headers.
+// XLA's table of functions has this function after the last one of our headers.
 constexpr size_t kFindExtensionAt =
     offsetof(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get) + sizeof(void*);
 static_assert(kFindExtensionAt == sizeof(XLA_FFI_Api),
               "newer headers declare XLA_FFI_InvokeContext_FindExtension, "
               "and may declare the extension");
 
-// Takes an error of XLA, if there is one.
-Status Take(const XLA_FFI_Api* api, XLA_FFI_Error* error, const char* what) {
+// Converts and destroys an error of XLA. Null becomes Ok.
+Status ToStatus(const XLA_FFI_Api* api, XLA_FFI_Error* error,
+                const char* what) {
   if (!error) return Status();
   ErrorDetailsArgs details = {};
   details.struct_size = sizeof(details);
@@ -40,8 +42,7 @@ Status Take(const XLA_FFI_Api* api, XLA_FFI_Error* error, const char* what) {
   return status;
 }
 
-// Finds the extension of a version that this library knows. Null if there is
-// none of any version.
+// Finds the extension, and checks its version. Null if XLA has no extension.
 Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   *out = nullptr;
   if (xla.api->struct_size < kFindExtensionAt + sizeof(void*)) return Status();
@@ -51,7 +52,8 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   args.struct_size = sizeof(args);
   args.context = xla.context;
   args.type = kCollectives;
-  EP_RETURN_IF_ERROR(Take(xla.api, find(&args), "look for its communicators"));
+  EP_RETURN_IF_ERROR(
+      ToStatus(xla.api, find(&args), "look for its communicators"));
   if (!args.extension) return Status();
   if (args.extension->major_version != kMajorVersion ||
       args.extension->struct_size < sizeof(Collectives)) {
@@ -61,7 +63,7 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
                args.extension->major_version, ".",
                args.extension->minor_version,
                " of its interface, and this ep knows ", kMajorVersion,
-               ".1 and what is added to it; unset EP_NCCL_COMMUNICATOR, or "
+               ".1 and newer minor versions; unset EP_NCCL_COMMUNICATOR, or "
                "install an ep and a JAX that fit each other"));
   }
   *out = reinterpret_cast<const Collectives*>(args.extension);
@@ -69,8 +71,8 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
 }
 
 // Calls a function of XLA for the domains, with the first `struct_size` bytes
-// of its arguments. `communicator` is null if XLA lends none, or if there are
-// no domains.
+// of its arguments. `communicator` is null if XLA provides none, or if there
+// are no domains.
 Status CallXla(const XlaContext& xla, const Domains& domains,
                Function* Collectives::* function, size_t struct_size,
                const char* what, void** communicator) {
@@ -87,7 +89,7 @@ Status CallXla(const XlaContext& xla, const Domains& domains,
   Args args = {struct_size,   nullptr,          kFlattenedId, groups.data(),
                groups.size(), kCommunicationId, nullptr};
   EP_RETURN_IF_ERROR(
-      Take(xla.api, (collectives->*function)(collectives, &args), what));
+      ToStatus(xla.api, (collectives->*function)(collectives, &args), what));
   *communicator = args.communicator;
   return Status();
 }

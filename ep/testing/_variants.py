@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the sizes of cases, and builds the subject and an oracle for each."""
+"""Draws the sizes of cases, and builds the object under test for them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import jax
 from jax.sharding import AxisType, Mesh
 import numpy as np
 
+from ep.testing._declarations import Layer, Setting, Subject, Transport
 from ep.testing._dense import LayerTrial
 from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
-from ep.testing._subjects import Layer, Setting, Subject, Transport
 from ep.testing._trial import Oracle, Trial
 
 _Subject = TypeVar("_Subject", bound=Subject)
@@ -27,17 +27,17 @@ class Variant:
   """The sizes and the routing of a case.
 
   Attributes:
-    seed: the seed of all that is drawn.
+    seed: the seed of all random numbers.
     routing: a name in `ROUTINGS`.
-    dtype: the dtype of the tokens.
-    alignment: the alignment of slabs.
+    dtype: dtype of the tokens.
+    alignment: alignment of expert segments.
     tokens: T.
     top_k: K.
     hidden: H.
     experts: E.
     spare: rows of the capacity that no routing needs.
-    ep_size: P; None stands for all devices.
-    capacity: C; None has room for every routing.
+    ep_size: P; None means all devices.
+    capacity: C; None fits every routing.
   """
 
   seed: int
@@ -53,13 +53,13 @@ class Variant:
   capacity: int | None = None
 
   def __str__(self) -> str:
-    """Returns the words of a case's id."""
+    """Returns a case's id."""
     sizes = f"T{self.tokens}-K{self.top_k}-H{self.hidden}-E{self.experts}"
     ranks = f"-P{self.ep_size}" if self.ep_size else ""
     return f"{self.dtype}-{self.routing}-{sizes}-A{self.alignment}{ranks}"
 
   def setting(self) -> Setting:
-    """Returns the sizes with a mesh of this process's devices, or of all."""
+    """Returns the sizes, with a mesh of the first P devices."""
     size = self.ep_size or jax.device_count()
     local = self.experts // size
     most = size * self.tokens * min(self.top_k, local) + self.spare
@@ -84,7 +84,7 @@ def _mesh(size: int) -> Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """The least and the greatest sizes of a kind of cases.
+  """The smallest and the largest sizes of a kind of cases.
 
   Attributes:
     tokens: T.
@@ -92,8 +92,8 @@ class Kind:
     hidden: H.
     experts: E, before it is rounded up to a multiple of the devices.
     routing: a routing that the kind always has, or "".
-    all_tokens: the least number of tokens of all ranks together.
-    of: the subjects that have such cases.
+    all_tokens: the smallest number of tokens of all ranks together.
+    of: the kind is only for this class.
   """
 
   tokens: tuple[int, int]
@@ -106,35 +106,35 @@ class Kind:
 
 
 # The usual routing has unused choices, experts of any load, and tokens without
-# any. Each size is 1 or small in some kind, and beyond 256 in another.
+# experts. Each size is 1 or small in one kind, and above 256 in another.
 USUAL = Kind((2, 40), (3, 6), (2, 300), (4, 20), "with_unused_choices")
 _WIDE = Kind((1, 1), (2, 4), (257, 1000), (2, 12))
 _MANY_EXPERTS = Kind((2, 20), (5, 16), (2, 40), (257, 320), of=Transport)
 _WIDE_AND_MANY = Kind((1, 1), (5, 16), (257, 500), (257, 320), of=Transport)
 _MANY_TOKENS = Kind((257, 400), (1, 1), (3, 60), (2, 8))
 # One expert gets more rows than 16 bits can count.
-_LONG_SLABS = Kind(
+_LONG_SEGMENTS = Kind(
   (1, 1), (1, 1), (1, 8), (2, 4), "to_one_expert", (1 << 16) + 64, Transport
 )
-# A subject compiles several programs for each kind, so these are few. Of each
-# group, the first kind is taken that the subject supports, or the usual one.
-# Some are too large for the oracle of a layer, which applies each expert to
-# each token.
+# From each group, the kit takes the first kind that the object under test
+# supports, or the usual one. Each kind compiles several programs, so there are
+# few. Some are too large for the oracle of a layer, which applies each expert
+# to each token.
 _KINDS: tuple[tuple[Kind, ...], ...] = (
   (),
   (_WIDE_AND_MANY, _WIDE, _MANY_EXPERTS),
-  (_LONG_SLABS, _MANY_TOKENS),
+  (_LONG_SEGMENTS, _MANY_TOKENS),
 )
-_TRIES = 1000  # to draw sizes that a subject supports
+_TRIES = 1000  # to draw sizes that are supported
 
 
 class Draw:
-  """Draws variants for a subject. Equal seeds give equal variants."""
+  """Draws variants. Equal seeds give equal variants."""
 
   def __init__(self, subject: Subject, seed: int):
     self._subject, self._seed = subject, seed
     self._rng = np.random.default_rng(seed)
-    # No dtype, and no alignment, comes again before all have come.
+    # Each dtype and each alignment is used once before any is used again.
     self._dtypes, self._alignments = map(
       self._shuffled, (subject.dtypes, subject.alignments)
     )
@@ -143,13 +143,13 @@ class Draw:
     return itertools.cycle(self._rng.permutation(list(names)).tolist())
 
   def every_kind(self) -> list[Variant]:
-    """Returns every kind, routing, dtype and alignment at least once."""
+    """Draws variants with every kind, routing, dtype and alignment."""
     subject = self._subject
     count = max(map(len, (_KINDS, subject.dtypes, subject.alignments)))
     kinds = itertools.islice(itertools.cycle(_KINDS), count)
     bases = [base for group in kinds for base in self.one(*group)]
-    # A case of long slabs takes longer than any other, so it has one routing.
-    short = [x for x in bases if x.routing != _LONG_SLABS.routing]
+    # A case of long segments takes the longest time, so it has one routing.
+    short = [x for x in bases if x.routing != _LONG_SEGMENTS.routing]
     others = sorted(ROUTINGS.keys() - {x.routing for x in bases})
     routings, share = self._shuffled(others), -(-len(others) // len(short))
     return [
@@ -168,15 +168,15 @@ class Draw:
     too_small: bool = False,
     ep_size: int | None = None,
   ) -> list[Variant]:
-    """Returns a variant, or none if no sizes are supported.
+    """Draws a variant; returns none if no drawn sizes are supported.
 
     Args:
-      kinds: the first that the subject supports is taken; USUAL comes last.
+      kinds: the method uses the first supported kind; USUAL comes last.
       too_small: whether the capacity is less than one rank's tokens may need.
       ep_size: P.
 
     Raises:
-      ValueError: the tolerance accepts too much with any of the sizes.
+      ValueError: the tolerance is too large for all drawn sizes.
     """
     subject, refusal = self._subject, None
     dtype, alignment = next(self._dtypes), next(self._alignments)
@@ -196,7 +196,7 @@ class Draw:
 
   def _any(self, kind, dtype, alignment, ep_size, too_small) -> Variant:
     def between(low: int, high: int) -> int:
-      """Draws a number, each power of two being as likely as another."""
+      """Draws a number; each power of two is equally likely."""
       return int(low * ((high + 1) / low) ** self._rng.random())
 
     devices, capacity = jax.device_count(), None
@@ -223,7 +223,7 @@ class Draw:
 
 
 class Bench(Generic[_Subject]):
-  """A subject, and one `Trial` for each setting that it was built for."""
+  """The object under test, with a `Trial` for each setting and its oracles."""
 
   def __init__(self, subject: _Subject):
     self.subject = subject
@@ -231,7 +231,7 @@ class Bench(Generic[_Subject]):
     self._oracles: dict[Variant, Oracle] = {}
 
   def trial(self, setting: Setting) -> Trial:
-    """Builds the subject for a setting, unless it has been built already."""
+    """Builds the object under test for a setting, once."""
     if setting not in self._trials:
       if isinstance(self.subject, Layer):
         self._trials[setting] = LayerTrial(self.subject, setting)
@@ -240,13 +240,13 @@ class Bench(Generic[_Subject]):
     return self._trials[setting]
 
   def limit(self, setting: Setting, numbers: str) -> float:
-    """Returns the largest error allowed; sums of whole numbers are exact."""
+    """Returns the largest allowed error; sums of whole numbers are exact."""
     if numbers == "whole":
       return 0
     return self.subject.tolerance.limit(setting)
 
   def begin(self, variant: Variant) -> tuple[Any, Any, np.random.Generator]:
-    """Returns a trial, the oracle of the routing, and a source of numbers."""
+    """Returns a trial, the oracle of the routing, and a random generator."""
     trial = self.trial(variant.setting())
     seeds = [variant.seed, *variant.routing.encode()]
     if variant not in self._oracles:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks use ep from a workspace that depends on it.
 
-Dispatch and combine with one expert per token return the tokens, and the
-runfiles hold only one JAX: that of the repository that --jax_from names.
+Dispatch and combine with one expert per token return the tokens. The runfiles
+contain one JAX, from the repository that --jax_from names.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from ep import launch
 
 
 def run_rank() -> None:
-  """Runs dispatch and combine, which together are the identity here."""
+  """Checks that dispatch and combine together are the identity."""
   launch.initialize()
 
   import jax
@@ -36,7 +36,6 @@ def run_rank() -> None:
 
   group = ep.ep_bootstrap(
     mesh,
-    axis_name="ep",
     num_experts=4,
     max_tokens_per_rank=8,
     hidden_dim=16,
@@ -58,7 +57,7 @@ def run_rank() -> None:
 
 
 def check_one_jax(jax_from: str) -> None:
-  """Checks that the runfiles hold one package jax, from the repository."""
+  """Checks that the runfiles contain one package jax, from the repository."""
   # Older Bazel makes two links to each file of another repository.
   found = {
     os.path.realpath(os.path.join(folder, "jax"))

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The messages of processes, and the signatures in them.
+// Tests messages and their signatures.
 
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 
 #include <gtest/gtest.h>
 
 #include <set>
 
-#include "ep_ffi/backends/host/transport/signature.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
@@ -28,7 +27,7 @@ bool Decodes(const std::string& bytes) {
   return Decode(bytes.data(), bytes.size(), &message, &text);
 }
 
-TEST(WireTest, AMessageIsReadAsItWasWritten) {
+TEST(MessagesTest, DecodesEncodedMessages) {
   const std::string bytes = Encode(Failure(), "why");
   Message message;
   std::string text;
@@ -38,13 +37,13 @@ TEST(WireTest, AMessageIsReadAsItWasWritten) {
   EXPECT_EQ("why", text);
 }
 
-TEST(WireTest, ALongTextIsCut) {
+TEST(MessagesTest, CutsALongText) {
   const std::string bytes = Encode(Failure(), std::string(100000, 'x'));
   EXPECT_EQ(kMaxMessage, bytes.size());
   EXPECT_TRUE(Decodes(bytes));
 }
 
-TEST(WireTest, NamesAreReadAsTheyWereWritten) {
+TEST(MessagesTest, SplitsJoinedNames) {
   std::string layer, program;
   SplitNames(JoinNames("moe_3", "jit_step"), &layer, &program);
   EXPECT_EQ("moe_3", layer);
@@ -54,7 +53,7 @@ TEST(WireTest, NamesAreReadAsTheyWereWritten) {
   EXPECT_EQ("", program);
 }
 
-TEST(WireTest, BytesTooFewOrTooManyAreRefused) {
+TEST(MessagesTest, RejectsTooFewOrTooManyBytes) {
   const std::string bytes = Encode(Failure(), "why");
   for (size_t size = 0; size < bytes.size(); ++size) {
     EXPECT_FALSE(Decodes(bytes.substr(0, size))) << size;
@@ -62,7 +61,7 @@ TEST(WireTest, BytesTooFewOrTooManyAreRefused) {
   EXPECT_FALSE(Decodes(bytes + "y"));
 }
 
-TEST(WireTest, AnUnknownTypeIsRefused) {
+TEST(MessagesTest, RejectsAnUnknownType) {
   Message message = Failure();
   for (uint32_t type : {uint32_t{Message::kBye} + 1, ~uint32_t{0}}) {
     message.type = static_cast<Message::Type>(type);
@@ -70,7 +69,7 @@ TEST(WireTest, AnUnknownTypeIsRefused) {
   }
 }
 
-TEST(WireTest, AFailureWithoutAnErrorIsRefused) {
+TEST(MessagesTest, RejectsAFailureWithoutAnError) {
   Message message = Failure();
   for (int32_t code : {-1, 0, 7, 256}) {
     message.code = code;
@@ -78,7 +77,7 @@ TEST(WireTest, AFailureWithoutAnErrorIsRefused) {
   }
 }
 
-TEST(SignatureTest, EveryFieldHasANameOfItsOwn) {
+TEST(SignatureTest, FieldsHaveDifferentNames) {
   std::set<std::string> names;
   for (int f = 0; f < Signature::kNumFields; ++f) {
     names.insert(Signature::Name(static_cast<Signature::Field>(f)));
@@ -86,7 +85,7 @@ TEST(SignatureTest, EveryFieldHasANameOfItsOwn) {
   EXPECT_EQ(size_t{Signature::kNumFields}, names.size());
 }
 
-TEST(SignatureTest, AnyValueOfAPeerHasText) {
+TEST(SignatureTest, HasTextForAnyValueOfAPeer) {
   Signature s;
   for (int64_t value : {int64_t{-1}, int64_t{0}, int64_t{1}, INT64_MAX}) {
     for (int f = 0; f < Signature::kNumFields; ++f) {

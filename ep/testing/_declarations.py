@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the subjects of the kit, and what they declare of themselves.
+"""Declares the properties of the transport or layer under test.
 
 `T` tokens of a rank, `K` choices of a token, `E` experts, `P` ranks,
-`L = E / P` local experts (expert `e` lives on rank `e // L`), `C` receive
-capacity of a rank in rows, `H` hidden size.
+`L = E / P` local experts (rank `e // L` owns expert `e`), `C` receive capacity
+of a rank in rows, `H` hidden size.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-  """How far a sum may be from the oracle's.
+  """The allowed error of a sum.
 
-  The contract adds up in float32, in ascending `k`, and rounds once. Code that
-  adds in another order, or in steps, rounds otherwise. The kit counts one
-  rounding for each of the `K` terms, for each of the ranks that may hold a
-  partial sum, at most `K` of the `P`, and for the result, so a value may be off
-  by `ulps * (K + min(P, K) + 1)` units. A unit is the machine epsilon of the
-  tokens' dtype times the sum of the magnitudes of the terms or, for a `Layer`,
-  whose terms the kit does not know, times the largest magnitude of the array. A
-  limit of a tenth of that or more would accept nearly anything, so it is
-  refused.
+  The contract sums in float32, in ascending `k`, and rounds once. Code that
+  sums in another order, or in steps, rounds differently. The kit allows one
+  rounding for each of the `K` terms, for each rank that may have a partial sum
+  (at most `K` of the `P` ranks), and for the result: an error of at most
+  `ulps * (K + min(P, K) + 1)` units. A unit is the machine epsilon of the
+  tokens' dtype times the sum of the magnitudes of the terms. For a `Layer`,
+  whose terms the kit does not know, it is the epsilon times the largest
+  magnitude of the array. The kit refuses a tolerance that allows an error of a
+  tenth of these magnitudes or more.
 
   Attributes:
     ulps: units for each rounding; 0 demands the oracle's bits.
@@ -44,10 +44,10 @@ class Tolerance:
       )
 
   def limit(self, setting: Setting) -> float:
-    """Returns how many units a value may be off; 0 demands its bits.
+    """Returns the largest allowed error in units; 0 demands equal bits.
 
     Raises:
-      ValueError: they are too many for the dtype.
+      ValueError: the tolerance is too large for the dtype.
     """
     partial_sums = min(setting.top_k, setting.ep_size)
     limit = self.ulps * (setting.top_k + partial_sums + 1)
@@ -62,18 +62,18 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """The sizes that a subject is built for, before it sees a routing.
+  """The sizes for which `build` makes a transport or layer.
 
   Attributes:
-    mesh: one axis, "ep", with the P devices.
+    mesh: a mesh with one axis, "ep", of P devices.
     num_experts: E, a multiple of P.
     top_k: K.
     tokens: T.
     hidden: H.
-    capacity: C, a multiple of the alignment. Except in the rule `overflow`,
-      every routing fits.
-    alignment: rows to a multiple of which each slab is padded.
-    dtype: the dtype of the tokens, and of the parameters of a layer.
+    capacity: C, a multiple of the alignment. Every routing fits, except in the
+      rule `overflow`.
+    alignment: each expert segment is padded to a multiple of this.
+    dtype: dtype of the tokens, and of the parameters of a layer.
   """
 
   mesh: jax.sharding.Mesh
@@ -100,12 +100,12 @@ class Received(NamedTuple):
   """The result of a transport's dispatch on one rank.
 
   Attributes:
-    rows: `[C, H]` in the dtype of the tokens. The slabs of the rank's experts
-      follow each other, in the order of the experts. A slab has a row for each
-      choice of its expert, and then the rows that pad it.
+    rows: `[C, H]` in the dtype of the tokens. They consist of a segment for
+      each of the rank's experts, in the order of the experts, and the tail. A
+      segment has a row for each choice of its expert, followed by padding.
     weights: float32 `[C]`, the weight of each row's choice.
-    group_sizes: int32 `[L]`, rows of each slab below C, padding included.
-    state: a pytree that `combine` needs.
+    group_sizes: int32 `[L]`, rows of each segment below C, padding included.
+    state: a pytree for `combine`.
     scales: `[C, S]`, the scales of each row, if `dispatch` got scales.
   """
 
@@ -130,8 +130,8 @@ Order = Literal["source", "any"]
 Tail = Literal["zero", "unspecified"]
 Overflow = Literal["drop", "error", None]
 
-# By the annotation of a field: its allowed values, or its type and the words
-# for an error.
+# The allowed values of a field by its annotation; or its type, and the words
+# for an error message.
 _LITERALS = {
   name: get_args(kind)
   for name, kind in dict(Order=Order, Tail=Tail, Overflow=Overflow).items()
@@ -149,27 +149,28 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-  """A subject that declares only what any can; other rules are not run.
+  """The properties that a transport and a layer under test can declare.
+
+  A rule for a property runs only if the property is declared.
 
   Attributes:
     name: the name in reports.
-    location: where ranks that the kit starts import the subject, as
-      "package.module:name"; None leaves out the rules that start ranks.
-    dtypes: the dtypes of tokens.
-    alignments: the alignments that `build` supports. Padding is zero.
-    tolerance: the tolerance of sums. Rows that are moved have the bits of their
-      tokens.
-    supports: returns whether `build` supports the sizes of a `Setting`; None
-      stands for all. The kit draws sizes until it finds supported ones.
-    repeatable: whether the same inputs give the same tokens and gradients each
-      time, bit for bit. Rows may come in another order, with `order="any"`.
+    location: "package.module:name", from which ranks that the kit starts import
+      the object; None leaves out the rules that start ranks.
+    dtypes: dtypes of tokens.
+    alignments: alignments that `build` supports. Padding is zero.
+    tolerance: the tolerance of sums. Rows always have the bits of their tokens.
+    supports: returns whether `build` supports a `Setting`; None means that it
+      supports all. The kit draws sizes until it finds supported ones.
+    repeatable: whether equal inputs give equal bits of tokens and gradients in
+      each run. With `order="any"`, the order of rows may differ.
     gradients: whether reverse mode works.
-    second_order: whether reverse mode works for the gradients, too.
+    second_order: whether reverse mode of the gradients works.
     jvp: whether forward mode works.
-    reports_death: whether an op fails if a process has died.
-    reports_disagreement: whether an op, or building the subject, fails on every
-      process if one of them uses another hidden size.
-    limit_s: seconds within which an error that is reported has to come.
+    reports_death: whether an op fails after a process has died.
+    reports_disagreement: whether an op, or `build`, fails on every process if
+      one of them uses another hidden size.
+    limit_s: seconds within which such an error must be raised.
   """
 
   name: str
@@ -228,28 +229,28 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transport(Subject):
-  """A pair of dispatch and combine, and what it declares.
+  """A pair of dispatch and combine, and its properties.
 
   Attributes:
     build: returns `(dispatch, combine)` for a setting. Both are functions of
       one rank's arrays, inside `jax.shard_map` over the mesh of the setting:
       `dispatch(tokens, topk_idx, topk_weights)` returns a `Received`, and
       `combine(rows, state)` returns the sum of each token's rows, `[T, H]` in
-      their dtype. A choice of -1 is unused. The kit builds a setting once.
-    order: "source" if the rows of a slab ascend by source rank, then by source
-      token; "any" if their order is not specified.
-    tail: "zero" if the rows and weights past the last slab are zero.
-    overflow: "error" if an op fails when a rank needs more rows than C; "drop"
-      if the rows from C on are left out of each slab, hence the last experts
-      lose theirs, with zero as their part of sums and gradients; None if the
-      capacity always has to suffice.
-    special_values: whether the bits of NaNs, infinities, zeros of both signs
-      and denormal numbers arrive unchanged, and sums treat them as the contract
-      says: a zero is +0, and denormal float32 numbers are zeros.
-    scales: whether `dispatch(tokens, topk_idx, topk_weights, scales)` takes
-      tokens of any type of one byte, with scales `[T, S]` of float32, bfloat16
-      or float8_e8m0fnu, and brings both bit for bit, NaNs included. Rows
-      without a token have scales of zero.
+      their dtype. A choice of -1 is unused. The kit calls `build` once for each
+      setting.
+    order: "source" if the rows of a segment ascend by source rank, then by
+      source token; "any" if their order is not specified.
+    tail: "zero" if the rows and weights after the last segment are zero.
+    overflow: "error" if an op fails when a rank needs more than C rows; "drop"
+      if it drops the rows from C on, whose terms of sums and gradients are
+      zero; None if every routing must fit.
+    special_values: whether NaNs, infinities, zeros of both signs and denormal
+      numbers keep their bits, and sums follow the contract: a zero is +0, and
+      denormal float32 numbers are zeros.
+    scales: whether `dispatch(tokens, topk_idx, topk_weights, scales)` takes fp8
+      and int8 tokens with scales `[T, S]` of float32, bfloat16 or
+      float8_e8m0fnu, and keeps the bits of both, NaNs included. Rows without a
+      token have scales of zero.
   """
 
   build: Callable[[Setting], tuple[Dispatch, Combine]]
@@ -262,17 +263,16 @@ class Transport(Subject):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer(Subject):
-  """A MoE layer with its parameters, and what it declares.
+  """A MoE layer with its parameters, and its properties.
 
   Attributes:
     build: returns `(apply, params)` for a setting. `apply(params, tokens,
       topk_idx, topk_weights)` is a function of global arrays, whose leading
       axis is split over the mesh; it returns tokens. `params` is a pytree of
       arrays, equal on every process.
-    expert: returns the rows that expert `e` makes of any rows `[n, H]`, as
-      `expert(params, e, rows)`. The kit calls it with float32 arrays on one
-      device. A token's result is the sum of these for its choices, each times
-      its weight.
+    expert: `expert(params, e, rows)` applies expert `e` to any rows `[n, H]`.
+      The kit calls it with float32 arrays on one device. The result of a token
+      is the weighted sum of its experts' outputs.
   """
 
   build: Callable[[Setting], tuple[Apply, Any]]

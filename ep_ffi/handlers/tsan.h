@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Tells ThreadSanitizer (TSan) how XLA orders the functions that it calls.
+//
+// XLA is not instrumented. TSan does not see its locks and queues, and would
+// report a race on all data that passes through them. Without TSan these
+// classes do nothing.
+
+#ifndef EP_FFI_HANDLERS_TSAN_H_
+#define EP_FFI_HANDLERS_TSAN_H_
+
+#include <cstddef>
+
+#ifdef __SANITIZE_THREAD__
+extern "C" void __tsan_acquire(void* address);
+extern "C" void __tsan_release(void* address);
+extern "C" void AnnotateIgnoreWritesBegin(const char* file, int line);
+extern "C" void AnnotateIgnoreWritesEnd(const char* file, int line);
+#else
+inline void __tsan_acquire(void*) {}
+inline void __tsan_release(void*) {}
+inline void AnnotateIgnoreWritesBegin(const char*, int) {}
+inline void AnnotateIgnoreWritesEnd(const char*, int) {}
+#endif
+
+namespace ep {
+
+// A happens-before edge through XLA: code before a call of `Release` happens
+// before code after a later call of `Acquire` on the same object. Thread-safe.
+class TsanEdge {
+ public:
+  // The ops of a device: XLA starts an op after the ops that it depends on.
+  // Only a backend orders ops of different devices.
+  static TsanEdge& DeviceOps(size_t device) {
+    static TsanEdge devices[64];
+    return devices[device % 64];
+  }
+  // From the creation of an op's state to its first use.
+  static TsanEdge& NewStates() {
+    static TsanEdge states;
+    return states;
+  }
+  // From the last use of an op's state to its destruction.
+  static TsanEdge& UsedStates() {
+    static TsanEdge states;
+    return states;
+  }
+  // From scheduling a task on XLA's thread pool to running it.
+  static TsanEdge& PoolTasks() {
+    static TsanEdge tasks;
+    return tasks;
+  }
+
+  void Release() { __tsan_release(this); }
+  void Acquire() { __tsan_acquire(this); }
+};
+
+// Hides this thread's writes from TSan while the object lives: XLA's headers
+// write between our `Release` and XLA's queue.
+class ScopedIgnoreWrites {
+ public:
+  ScopedIgnoreWrites() { AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
+  ~ScopedIgnoreWrites() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__); }
+};
+
+}  // namespace ep
+
+#endif  // EP_FFI_HANDLERS_TSAN_H_

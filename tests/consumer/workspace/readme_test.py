@@ -1,1 +1,0 @@
-../bzlmod/readme_test.py

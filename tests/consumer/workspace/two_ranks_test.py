@@ -1,1 +1,0 @@
-../bzlmod/two_ranks_test.py
