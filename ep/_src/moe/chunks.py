@@ -207,7 +207,7 @@ def _one_exchange_or_chunks(
   def chunks(floats, topk_idx, handle):
     del handle
     params, tokens, weights = floats
-    with trace_callback(None):  # the callback got the routing of all tokens already
+    with trace_callback(None):  # it got the routing of all tokens already
       args = params, tokens, topk_idx, weights
       return _in_chunks(layer, experts, num_chunks, *args)[0]
 
