@@ -101,7 +101,7 @@ def _in_chunks(
 
   ids = split(topk_idx, fill=-1)
   # No loop may have collectives of XLA beside ops: XLA:CPU would not order them
-  # (unordered_collectives.py). With overflow="drop", `ep_prepare` has such
+  # (ep.assert_ordered_collectives). With overflow="drop", `ep_prepare` has such
   # collectives, so that loop is unrolled. `vary_together` is a sum over mesh
   # axes in the backward pass, so it is called outside of the loop.
   _, handles = lax.scan(

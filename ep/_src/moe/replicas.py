@@ -191,7 +191,7 @@ class Replicas:
 
     def of(x):
       # In the backward pass `vary_together` is a collective. In the loop,
-      # XLA:CPU would not order it beside our op (unordered_collectives.py).
+      # XLA:CPU would not order it beside our op (ep.assert_ordered_collectives).
       x, _ = compat.vary_together(x, self.copies)
       rows = -(-math.prod(x.shape[1:]) // hidden)
       num_parts = -(-rows // (most or rows))

@@ -25,7 +25,7 @@ import re
 import jax
 
 from ep._src.base.backend import OPS
-from ep._src.ops.hidden_collectives import as_text, op_name, OPCODES
+from ep._tools.collectives.hidden import as_text, op_name, OPCODES
 
 # The handlers of these targets return before they are done.
 _TARGET = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')
