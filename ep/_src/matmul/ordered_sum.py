@@ -39,7 +39,7 @@ def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
     return x
   names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
-  def psum(x):
+  def psum(x: jax.Array) -> jax.Array:
     is_manual = compat.manual_axes().issuperset(names)
     if is_manual and not compat.checks_vma():
       return _unchecked_psum_p.bind(x, axes=names)[0]
@@ -80,7 +80,7 @@ def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
   return _replicated_p.bind(x, axes=tuple(axis_name))[0]
 
 
-def _sum(x, *, axes):
+def _sum(x: jax.Array, *, axes: tuple[str, ...]) -> list[jax.Array]:
   return [tree_sum(lax.all_gather(x, axes))]
 
 

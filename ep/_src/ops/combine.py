@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,13 +111,17 @@ def _combine(
   return out.reshape(*token_shape, out.shape[-1])
 
 
-def _combine_types(params: OpParams, slots, *weights):
+def _combine_types(
+  params: OpParams, slots: Any, *weights: Any
+) -> list[jax.ShapeDtypeStruct]:
   del weights
   shape = (params.num_tokens, slots.shape[1])
   return [jax.ShapeDtypeStruct(shape, slots.dtype)]
 
 
-def _combine_bwd_types(params: OpParams, tokens):
+def _combine_bwd_types(
+  params: OpParams, tokens: Any
+) -> list[jax.ShapeDtypeStruct]:
   shape = (params.capacity, tokens.shape[1])
   return [jax.ShapeDtypeStruct(shape, tokens.dtype)]
 
@@ -148,7 +154,14 @@ _weighted_p = primitives.mover(
 )
 
 
-def _weighted(mem, group_sizes, x, w, *, params):
+def _weighted(
+  mem: jax.Array,
+  group_sizes: jax.Array,
+  x: jax.Array,
+  w: jax.Array,
+  *,
+  params: OpParams,
+) -> list[jax.Array]:
   if params.connection.weighs:
     return _weighted_p.bind(mem, group_sizes, x, w, params=params)
   rows = map_used_rows(weighted, group_sizes, x, w)
@@ -158,7 +171,16 @@ def _weighted(mem, group_sizes, x, w, *, params):
 weighted_combine_p = primitives.composite("ep_weighted_combine_used", _weighted)
 
 
-def _tangent(mem, group_sizes, x, w, dx, dw, *, params):
+def _tangent(
+  mem: jax.Array,
+  group_sizes: jax.Array,
+  x: jax.Array,
+  w: jax.Array,
+  dx: jax.Array,
+  dw: jax.Array,
+  *,
+  params: OpParams,
+) -> list[jax.Array]:
   combine = functools.partial(_weighted, mem, group_sizes, params=params)
   return [a + b for a, b in zip(combine(dx, w), combine(x, dw), strict=True)]
 
@@ -168,7 +190,9 @@ weighted_tangent_p = primitives.composite(
 )
 
 
-def _weighted_jvp(primals, tangents, *, params):
+def _weighted_jvp(
+  primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
+) -> tuple[list[jax.Array], list[jax.Array]]:
   tangents = map(compat.instantiate_zeros, tangents[2:])
   return (
     weighted_combine_p.bind(*primals, params=params),
@@ -176,7 +200,9 @@ def _weighted_jvp(primals, tangents, *, params):
   )
 
 
-def _tangent_jvp(primals, tangents, *, params):
+def _tangent_jvp(
+  primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
+) -> tuple[list[jax.Array], list[jax.Array]]:
   *slots, x, w, dx, dw = primals
   tx, tw, tdx, tdw = map(compat.instantiate_zeros, tangents[2:])
   tangent = functools.partial(weighted_tangent_p.bind, *slots, params=params)
@@ -184,7 +210,17 @@ def _tangent_jvp(primals, tangents, *, params):
   return tangent(x, w, dx, dw), [a + b for a, b in terms]
 
 
-def _tangent_transpose(cts, mem, group_sizes, x, w, dx, dw, *, params):
+def _tangent_transpose(
+  cts: Sequence[Any],
+  mem: Any,
+  group_sizes: Any,
+  x: Any,
+  w: Any,
+  dx: Any,
+  dw: Any,
+  *,
+  params: OpParams,
+) -> list[Any]:
   del dx, dw
   cts = map(compat.instantiate_zeros, cts)
   (g,) = primitives.bind(combine_bwd_p, params, mem, group_sizes, *cts)
@@ -192,7 +228,9 @@ def _tangent_transpose(cts, mem, group_sizes, x, w, dx, dw, *, params):
   return [None, None, None, None, *grads]
 
 
-def _gradients(x, w, g):
+def _gradients(
+  x: jax.Array, w: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Returns grad_x [B, H] and grad_w [B] of a block of slots."""
   g32 = g.astype(jnp.float32)
   return weighted(g, w), jnp.sum(x.astype(jnp.float32) * g32, axis=1)

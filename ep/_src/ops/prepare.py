@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 from jax import lax
@@ -154,7 +155,7 @@ def _assigned_prepare(
   first = prepare_p.bind(ids, params=params)
   *_, wanted_here, _, wanted, _ = first
 
-  def assigned():
+  def assigned() -> list[jax.Array]:
     chosen, dropped_counts = drop_policy.assign(params, ids, weights)
     *sizes, total, _, largest, kept = prepare_p.bind(chosen, params=params)
     failed = total < 0
@@ -169,7 +170,9 @@ def _assigned_prepare(
   return lax.cond(wanted[0] > params.capacity, assigned, lambda: first)
 
 
-def _out_types(params: OpParams, topk_idx, weights=None):
+def _out_types(
+  params: OpParams, topk_idx: Any, weights: Any = None
+) -> list[jax.ShapeDtypeStruct]:
   del topk_idx, weights
   layer = params.layer
   per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
