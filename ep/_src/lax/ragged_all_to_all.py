@@ -206,8 +206,8 @@ def _group_size(ranks: int, groups: Sequence[Sequence[int]] | None) -> int:
 
 def _bind(*operands: jax.Array, axis_name: Any, **params: Any) -> jax.Array:
   operands = compat.vary_together(*operands, axes=axis_name)
-  (result,) = _op_p.bind(*operands, axis_name=axis_name, **params)
-  return result
+  outs: list[jax.Array] = _op_p.bind(*operands, axis_name=axis_name, **params)
+  return outs[0]
 
 
 def _types(operand: Any, output: Any, *slices: Any, **params: Any) -> list[Any]:
@@ -260,10 +260,10 @@ def _batch(
     )
   if all(d is None for d in dims):
     return [_bind(*operands, axis_name=axis_name, **params)], [None]
-  operands = (
+  operands = [
     compat.batching.bdim_at_front(x, d, axis.size)
     for x, d in zip(operands, dims, strict=True)
-  )
+  ]
   return [_bind(*operands, axis_name=axis_name, **params)], [0]
 
 
@@ -283,7 +283,7 @@ def _on_others(
     sizes: jax.Array,
     targets: jax.Array,
     expected: jax.Array,
-  ) -> jax.Array:
+  ) -> Any:
     if back:
       here, there = (
         lax.all_to_all(x, **axis, split_axis=0, concat_axis=0, tiled=True)
@@ -373,7 +373,7 @@ def _take(
   """
   at = arrays.iota(len(output))
 
-  def before(k: jax.Array | int) -> jax.Array:
+  def before(k: jax.Array | int) -> Any:
     """Returns the last slice before k that writes each row, or -1."""
 
     def step(i: jax.Array, last: jax.Array) -> jax.Array:
@@ -439,10 +439,7 @@ def _of_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _lower_on_cpu(
-  ctx: compat.mlir.LoweringRuleContext,
-  *operands: Any,
-  back: bool = False,
-  **axis: Any,
+  ctx: Any, *operands: Any, back: bool = False, **axis: Any
 ) -> Any:
   _check_dtype(ctx.avals_in[0].dtype)
   automatic = compat.leaves_axes_automatic(ctx)

@@ -40,7 +40,7 @@ from ep._src.matmul import row_tiles
 from ep._src.matmul.unwritten_rows import TAILS
 
 _Arrays = Sequence[Array]
-_Shape = tuple[int, ...]
+_Shape = tuple[int, int]
 _AddAll = Callable[[Callable[..., None], Callable[..., None]], None]
 _Accumulate = Callable[[_Shape, _AddAll], Array]
 
@@ -138,12 +138,7 @@ def _products(
   tiles = row_tiles.tiles(sizes, num_rows, b.rows)
 
   def body(
-    count: Any,
-    slabs: Any,
-    starts: Any,
-    begins: Any,
-    ends: Any,
-    *operands: Sequence[Any],
+    count: Any, slabs: Any, starts: Any, begins: Any, ends: Any, *operands: Any
   ) -> None:
     lefts, rights = operands[: len(matrices)], operands[len(matrices) : -1]
 
@@ -187,7 +182,8 @@ def _products(
 
   out_type = jax.ShapeDtypeStruct((num_rows, width), dtype)
   operands = *tiles, *lefts, *(w.astype(dtype) for w in matrices)
-  return run(body, out_type, num_cores, *operands)
+  out: Array = run(body, out_type, num_cores, *operands)
+  return out
 
 
 def _outer(
@@ -249,7 +245,8 @@ def _outer(
 
   out_type = jax.ShapeDtypeStruct((len(sizes), height, width), dtype)
   slabs = row_tiles.slabs(sizes, num_rows)
-  return run(body, out_type, num_cores, *slabs, rows, outs)
+  out: Array = run(body, out_type, num_cores, *slabs, rows, outs)
+  return out
 
 
 def run(
@@ -297,19 +294,20 @@ def in_registers(shape: _Shape, add_all: _AddAll) -> Array:
   after the next step.
   """
 
-  def sums(acc: Any) -> Array:
+  def sums(acc: Any) -> Any:
     add_all(
       lambda _, x, y: plgpu.wgmma(acc, x, y), lambda _: plgpu.wgmma_wait(0)
     )
     return acc[...]
 
-  return pl.run_scoped(sums, plgpu.ACC(shape))
+  total: Array = pl.run_scoped(sums, plgpu.WGMMAAccumulatorRef(shape))
+  return total
 
 
 def in_tensor_memory(shape: _Shape, add_all: _AddAll) -> Array:
   """Returns the sum of the products of `add_all`, on Blackwell."""
 
-  def sums(acc: Any, done: Any) -> Array:
+  def sums(acc: Any, done: Any) -> Any:
     def wait(num_steps: Array) -> None:
       plgpu.barrier_wait(done.at[lax.rem(num_steps - 1, jnp.int32(2))])
 
@@ -325,11 +323,12 @@ def in_tensor_memory(shape: _Shape, add_all: _AddAll) -> Array:
     plgpu.wait_load_tmem()
     return values
 
-  return pl.run_scoped(
+  total: Array = pl.run_scoped(
     sums,
     plgpu.TMEM(shape, jnp.float32),
     plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
   )
+  return total
 
 
 def _pipeline(
@@ -360,7 +359,7 @@ def _pipeline(
 
 
 def _store(
-  values: Array, out: Any, rows: tuple[Array, Array, Array], column: Array
+  values: Array, out: Any, rows: tuple[Any, Any, Any], column: Array
 ) -> None:
   """Writes the rows of a block from `begin` to `end`.
 

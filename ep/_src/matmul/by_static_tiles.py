@@ -76,7 +76,9 @@ def _products(
     return lax.dynamic_update_slice_in_dim(out, values, tile.start, 0)
 
   shape = num_rows, matrices[0].shape[2 - axis]
-  return _fold(write, sizes, num_rows, jnp.full(shape, TAILS[tail], dtype))
+  init = jnp.full(shape, TAILS[tail], dtype)
+  rows: Array = _fold(write, sizes, num_rows, init)
+  return rows
 
 
 class _Tile(NamedTuple):

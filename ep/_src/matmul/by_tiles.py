@@ -166,9 +166,9 @@ class _Tile:
 
   def read(self, rows: unwritten_rows.Reader) -> Array:
     """Returns _HEIGHT rows from `first` on, also those outside the slab."""
-    rows = rows(self._start, self._stored)
-    rows = jnp.pad(rows, ((0, _HEIGHT), (0, 0)))
-    return slice_rows(rows, self._early, _HEIGHT)
+    block = rows(self._start, self._stored)
+    block = jnp.pad(block, ((0, _HEIGHT), (0, 0)))
+    return slice_rows(block, self._early, _HEIGHT)
 
   def inside(self, rows: Array) -> Array:
     """Returns the rows, with zeros for those outside the slab."""
@@ -194,7 +194,7 @@ class _Tiles:
     self._ends = self._starts + sizes
 
   def fold(
-    self, step: Callable[[_Tile, _Arrays], list[Array]], outs: _Arrays
+    self, step: Callable[[_Tile, _Arrays], list[Array]], outs: list[Array]
   ) -> list[Array]:
     """Folds `step(tile, outs)` over all tiles."""
 
@@ -205,7 +205,8 @@ class _Tiles:
       tile = _Tile(self._num_rows, slab, first, _at(self._ends, slab))
       return step(tile, outs)
 
-    return lax.fori_loop(0, self._counts.sum(dtype=jnp.int32), fold, outs)
+    outs = lax.fori_loop(0, self._counts.sum(dtype=jnp.int32), fold, outs)
+    return outs
 
 
 def _before(counts: Array) -> Array:

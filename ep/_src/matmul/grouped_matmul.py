@@ -124,13 +124,14 @@ def grouped_matmuls(
   operands = compat.vary_together(group_sizes, segments, rows, *matrices)
   with jax.numpy_dtype_promotion("standard"):
     matrix_dtype = jnp.result_type(*matrices)
-  return grouped_matmul_p.bind(
+  outs: list[jax.Array] = grouped_matmul_p.bind(
     *operands[:3],
     *(w.astype(matrix_dtype) for w in operands[3:]),
     missing=_OUTS,
     matrix_dtype=matrix_dtype,
     tail=contexts.tail(tail),
   )
+  return outs
 
 
 def _triple(operands: Sequence[Any], missing: int) -> _Triple:
@@ -143,7 +144,7 @@ def _triple(operands: Sequence[Any], missing: int) -> _Triple:
 
 def _gradient(
   slabs: Sequence[Any],
-  triple: _Triple,
+  triple: Sequence[Sequence[Any]],
   missing: int,
   pairs: Sequence[int],
   **params: Any,
@@ -250,7 +251,7 @@ def _lowering(implementation: Any) -> Callable[..., Any]:
     missing: int,
     matrix_dtype: jnp.dtype,
     tail: str,
-  ) -> Sequence[jax.Array]:
+  ) -> Any:
     rows, matrices, outs = _triple(operands, missing)
     if missing == _ROWS:
       return [implementation.contract(sizes, segments, outs, matrices, tail)]
@@ -265,9 +266,7 @@ _lower_to_tiles = _lowering(by_tiles)
 _lower_to_native = jax.ffi.ffi_lowering("ep_grouped_matmul")
 
 
-def _lower_on_cpu(
-  ctx: compat.mlir.LoweringRuleContext, *operands: Any, **params: Any
-) -> Any:
+def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
   dtypes = {a.dtype for a in (*ctx.avals_in[2:], *ctx.avals_out)}
   if not ffi.is_native(ctx) or not dtypes <= _NATIVE_DTYPES:
     return _lower_to_tiles(ctx, *operands, **params)
@@ -280,10 +279,7 @@ def _lower_on_cpu(
 
 
 def _lower_on_cuda(
-  ctx: compat.mlir.LoweringRuleContext,
-  *operands: Any,
-  missing: int,
-  **params: Any,
+  ctx: Any, *operands: Any, missing: int, **params: Any
 ) -> Any:
   rows, matrices, outs = _triple(ctx.avals_in[2:], missing)
   short = (rows + outs)[0]

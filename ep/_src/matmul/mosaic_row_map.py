@@ -111,7 +111,7 @@ def map_rows(
 
 def _of_block(fn: Callable[..., Any], arrays: Sequence[jax.Array]) -> Any:
   """Returns the jaxpr of `fn` for blocks, in float32 and without calls."""
-  new = jax.ShapeDtypeStruct
+  new: Any = jax.ShapeDtypeStruct
   rows = [new((ROWS, *x.shape[1:]), x.dtype) for x in arrays]
   blocks = [new(_block_shape(x), _wide(x.dtype)) for x in arrays]
   # A block is on no mesh, so its values need no `reshard`.
@@ -208,9 +208,10 @@ def _load(block: Any) -> jax.Array:
 def _laid_out(values: jax.Array) -> jax.Array:
   """Returns values in a register layout in which rows can be summed."""
   layout = plgpu.Layout.WGMMA
-  return plgpu.layout_cast(
+  values = plgpu.layout_cast(
     values, layout if values.ndim == 2 else layout.reduce(1)
   )
+  return values
 
 
 def _store(values: Iterable[jax.Array], blocks: Any) -> None:

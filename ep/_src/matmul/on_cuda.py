@@ -150,7 +150,7 @@ def _failure_of_map(
 ) -> str | None:
   """Compiles the kernel for few rows; returns why it fails, or None."""
 
-  def run(num_used: jax.Array, *arrays: Sequence[Any]) -> Any:
+  def run(num_used: jax.Array, *arrays: jax.Array) -> Any:
     return _row_kernel(device)(fn, num_used, arrays)
 
   return _why_not(device, run, ((), jnp.int32), *arrays)
@@ -170,7 +170,7 @@ def _why_not(device: Any, run: Callable[..., Any], *types: Any) -> str | None:
   return f"JAX {jax.__version__} does not compile the kernels: {reason}"
 
 
-def _kernels(device: Any) -> types.SimpleNamespace:
+def _kernels(device: Any) -> Any:
   """Returns a namespace with the functions of by_mosaic.py, for a device."""
   # Imported here, because not every JAX has Pallas Mosaic GPU.
   from ep._src.matmul import by_mosaic

@@ -101,11 +101,11 @@ class _Tangent:
   fn: Callable[..., Any]
   active: tuple[int, ...]
 
-  def __call__(self, *blocks_and_tangents: jax.Array) -> list[jax.Array]:
+  def __call__(self, *blocks_and_tangents: jax.Array) -> Any:
     split = len(blocks_and_tangents) - len(self.active)
     blocks, tangents = blocks_and_tangents[:split], blocks_and_tangents[split:]
 
-    def of_active(*values: jax.Array) -> list[jax.Array]:
+    def of_active(*values: jax.Array) -> Any:
       return self.fn(*_replaced(blocks, self.active, values))
 
     values = tuple(blocks[i] for i in self.active)
@@ -169,10 +169,7 @@ _lower_to_all_rows = _lowering(lambda fn, num_used, arrays: fn(*arrays))
 
 
 def _lower_on_cuda(
-  ctx: compat.mlir.LoweringRuleContext,
-  *operands: Any,
-  fn: Callable[..., Any],
-  tail: str,
+  ctx: Any, *operands: Any, fn: Callable[..., Any], tail: str
 ) -> Any:
   device = compat.local_device(ctx)
   kernel = on_cuda.row_map(device, fn, ctx.avals_in[1:], ctx.avals_out)

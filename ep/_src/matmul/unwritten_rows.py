@@ -41,7 +41,8 @@ slice_rows = functools.partial(
 
 def new(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
   """Returns a buffer of unwritten rows of `dtype`."""
-  return _unwritten_p.bind(shape=shape, dtype=_storage(dtype))[0]
+  buffer: jax.Array = _unwritten_p.bind(shape=shape, dtype=_storage(dtype))[0]
+  return buffer
 
 
 def write(
@@ -110,7 +111,8 @@ def _retyped(
     return array
   if num_used is None:
     return lax.bitcast_convert_type(array, dtype)
-  return _retyped_p.bind(array, num_used, dtype=jnp.dtype(dtype))[0]
+  array = _retyped_p.bind(array, num_used, dtype=jnp.dtype(dtype))[0]
+  return array
 
 
 def _storage(dtype: DTypeLike) -> jnp.dtype:
@@ -135,9 +137,7 @@ def _primitive(
   )
   lower_natively = jax.ffi.ffi_lowering(name, **options)
 
-  def lower(
-    ctx: compat.mlir.LoweringRuleContext, *operands: Any, **params: Any
-  ) -> Any:
+  def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     if ffi.is_native(ctx):
       return lower_natively(ctx, *operands)
     return lower_otherwise(ctx, *operands, **params)

@@ -133,4 +133,5 @@ class Padding:
 def _whole(array: jax.Array) -> jax.Array:
   """Returns the array, replicated over Explicit mesh axes."""
   mesh = jax.typeof(array).sharding.mesh
-  return views.resharded(mesh, PartitionSpec(), array)
+  array = views.resharded(mesh, PartitionSpec(), array)
+  return array

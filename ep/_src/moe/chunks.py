@@ -125,11 +125,11 @@ def _in_chunks(
     tokens: jax.Array,
     topk_weights: jax.Array,
     handles: Any,
-  ) -> jax.Array:
+  ) -> Any:
     sums = jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
     @jax.checkpoint
-    def of_chunk(sums: Any, handle: EpHandle, *arrays: jax.Array) -> jax.Array:
+    def of_chunk(sums: Any, handle: EpHandle, *arrays: Any) -> jax.Array:
       summed = jax.tree.map(_summed_as, params, sums)
       return round_trip(handle, experts, summed, *arrays)
 
@@ -226,9 +226,8 @@ def _one_exchange_or_chunks(
   def chunks(floats: Any, topk_idx: jax.Array, handle: EpHandle) -> jax.Array:
     del handle
     params, tokens, weights = floats
-    with trace_callback(
-      None
-    ):  # the callback got the routing of all tokens already
+    # The callback got the routing of all tokens already.
+    with trace_callback(None):
       args = params, tokens, topk_idx, weights
       return _in_chunks(layer, experts, num_chunks, *args)[0]
 
@@ -259,7 +258,7 @@ def _either(
     return lax.cond(fits, *functions, *args)
 
   @jax.custom_vjp
-  def run(*args: Any) -> jax.Array:
+  def run(*args: Any) -> Any:
     return either([whole, chunks], args[-1], *args)
 
   def run_and_save(*args: Any) -> Any:

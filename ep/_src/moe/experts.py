@@ -170,7 +170,7 @@ def _rows_by_source(handle: EpHandle, topk_idx: jax.Array) -> jax.Array:
   ids = jnp.where(handle.kept, topk_idx, experts).ravel()
   sent = jnp.bincount(ids, length=experts).reshape(layer.ep_size, -1)
   (sent,) = compat.vary_together(sent, axes=[axis])
-  received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
+  received: jax.Array = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
   return keep_routing(received.astype(jnp.int32).T)
 
 
@@ -224,6 +224,7 @@ def _apply(
     hidden = _Hidden(experts, len(names), has_biases, is_padded)
     return multiply(map_used_rows(hidden, sizes, *blocks), params["w_down"])
 
+  out: jax.Array
   (out,) = leave(multiply(rows, *(params["w_" + n] for n in names)))
   if has_biases:
     out = map_used_rows(jnp.add, sizes, out, *of_biases(weights, "down"))

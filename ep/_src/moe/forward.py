@@ -207,9 +207,7 @@ def _first_fault(ids: jax.Array, num_experts: int) -> jax.Array:
   return jnp.stack([fault, ids.ravel().at[fault // 2].get(mode="clip")])
 
 
-def _lower(
-  ctx: compat.mlir.LoweringRuleContext, ids: Any, **params: Any
-) -> Any:
+def _lower(ctx: Any, ids: Any, **params: Any) -> Any:
   check = functools.partial(
     _check, can_raise=compat.can_call_python(ctx), **params
   )

@@ -116,7 +116,8 @@ class MoE:
       parameters.init, static_argnums=(1, 2), out_shardings=shardings
     )
     dtype = arrays.dtype("MoE.init", "dtype", dtype)
-    return init(key, self.config, dtype)
+    params: dict[str, jax.Array] = init(key, self.config, dtype)
+    return params
 
   def init_state(self) -> State:
     """Returns the initial state, zeros, replicated over the mesh."""
@@ -255,7 +256,7 @@ class MoE:
 
 
 def _bootstrap(
-  config: MoEConfig, mesh: Mesh, options: Mapping[str, Any]
+  config: MoEConfig, mesh: Mesh, options: dict[str, Any]
 ) -> EpGroup:
   """Returns a new group for a layer."""
   axis = options.get("axis_name", "ep")

@@ -161,6 +161,7 @@ def moe_layer(
 
   if return_handle:
     return run(routed, params)
+  out: jax.Array
   out, _ = batching.examples(lambda *args: (run(*args)[0], ()), routed, params)
   return out
 

@@ -156,7 +156,7 @@ def check_placement(
   )
 
 
-def _checked(experts: Any) -> np.ndarray:
+def _checked(experts: Sequence[Any] | np.ndarray) -> np.ndarray:
   experts = np.asarray(experts)
   if experts.dtype.kind not in "iu":
     raise TypeError(
@@ -232,7 +232,7 @@ def move(
   for name, placement in dict(old=old, new=new).items():
     check_placement(op, name, placement, E)
 
-  def of(path: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  def of(path: Any, x: jax.Array, spec: PartitionSpec) -> Any:
     split = [i for i, axes in enumerate(spec) if group.axis_name in _axes(axes)]
     if not split:
       return x

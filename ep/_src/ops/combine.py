@@ -86,13 +86,14 @@ def ep_combine(
       )
     weights = weights.astype(jnp.float32)
 
-  return view.call(
+  out: jax.Array = view.call(
     _combine,
     [params, handle.token_shape],
     [handle.mem, handle.group_sizes, expert_out, weights],
     [views.RANK] * 4,
     views.TOKENS,
   )
+  return out
 
 
 def _combine(
@@ -161,7 +162,7 @@ def _weighted(
   w: jax.Array,
   *,
   params: OpParams,
-) -> list[jax.Array]:
+) -> Any:
   if params.connection.weighs:
     return _weighted_p.bind(mem, group_sizes, x, w, params=params)
   rows = map_used_rows(weighted, group_sizes, x, w)
@@ -193,7 +194,7 @@ weighted_tangent_p = primitives.composite(
 def _weighted_jvp(
   primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-  tangents = map(compat.instantiate_zeros, tangents[2:])
+  tangents = [*map(compat.instantiate_zeros, tangents[2:])]
   return (
     weighted_combine_p.bind(*primals, params=params),
     weighted_tangent_p.bind(*primals, *tangents, params=params),
@@ -222,7 +223,7 @@ def _tangent_transpose(
   params: OpParams,
 ) -> list[Any]:
   del dx, dw
-  cts = map(compat.instantiate_zeros, cts)
+  cts = [*map(compat.instantiate_zeros, cts)]
   (g,) = primitives.bind(combine_bwd_p, params, mem, group_sizes, *cts)
   grads = map_used_rows(_gradients, group_sizes, x, w, g, tail=params.tail)
   return [None, None, None, None, *grads]

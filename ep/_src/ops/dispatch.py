@@ -119,7 +119,7 @@ def ep_dispatch(
   else:
     arrays["scales"] = scales = jnp.asarray(scales)
     quantizers.check_bytes(op, "tokens", tokens, scales)
-    _check_shape(op, "tokens", tokens, layer)
+    _check_shape(op, "tokens", tokens, layer.config)
   for name, x in arrays.items():
     lead = view.lead(name, x.shape)
     if lead != handle.token_shape:

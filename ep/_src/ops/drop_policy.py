@@ -46,7 +46,8 @@ def dropped(
     quota = _quota_fairly(blocks, wants)
   else:
     quota = (blocks - _sum_before(wants)).clip(0, wants)
-  return (tokens - quota * layer.alignment).clip(0).sum(axis=1)
+  lost: np.ndarray = (tokens - quota * layer.alignment).clip(0).sum(axis=1)
+  return lost
 
 
 def assign(
@@ -65,7 +66,8 @@ def assign(
   """
   # Layers that differ only by name share one traced function.
   nameless = dataclasses.replace(params.layer, name="any")
-  return _assign(nameless, topk_idx, weights)
+  kept: tuple[jax.Array, jax.Array] = _assign(nameless, topk_idx, weights)
+  return kept
 
 
 @functools.partial(jax.jit, static_argnums=0)

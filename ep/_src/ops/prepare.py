@@ -136,10 +136,11 @@ def _prepare(
   else:
     leaves = primitives.bind(prepare_p, params, ids)
   *sizes, kept = leaves
-  results = [*sizes, kept.reshape(topk_idx.shape)]
+  results: list[jax.Array] = [*sizes, kept.reshape(topk_idx.shape)]
   if (callback := trace_callback.value) is None:
     return results
-  return callback(layer, topk_idx, topk_weights, results)
+  results = callback(layer, topk_idx, topk_weights, results)
+  return results
 
 
 def _assigned_prepare(
@@ -167,7 +168,9 @@ def _assigned_prepare(
       kept,
     ]
 
-  return lax.cond(wanted[0] > params.capacity, assigned, lambda: first)
+  is_over = wanted[0] > params.capacity
+  leaves: list[jax.Array] = lax.cond(is_over, assigned, lambda: first)
+  return leaves
 
 
 def _out_types(

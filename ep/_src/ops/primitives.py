@@ -30,9 +30,7 @@ def op(name: str, out_types: OutTypes) -> compat.Primitive:
   `out_types(params, *operands)` returns shapes and dtypes of the outputs.
   """
 
-  def lower(
-    ctx: compat.mlir.LoweringRuleContext, *operands: Any, params: OpParams
-  ) -> Any:
+  def lower(ctx: Any, *operands: Any, params: OpParams) -> Any:
     return params.connection.lower(name, ctx, *operands, params=params)
 
   return _new(name, out_types, lower)
@@ -61,11 +59,7 @@ def mover(
     return out_types(params, *xs)
 
   def lower(
-    ctx: compat.mlir.LoweringRuleContext,
-    mem: Any,
-    group_sizes: Any,
-    *xs: Any,
-    params: OpParams,
+    ctx: Any, mem: Any, group_sizes: Any, *xs: Any, params: OpParams
   ) -> Any:
     format = params.layer.wire
     if of_bytes is not None and format is not None:
@@ -116,7 +110,8 @@ def bind(
   operands = compat.vary_together(
     *operands, axes=[params.layer.group.axis_name]
   )
-  return primitive.bind(*operands, params=params)
+  outs: list[jax.Array] = primitive.bind(*operands, params=params)
+  return outs
 
 
 def linear_op(
@@ -140,7 +135,7 @@ def linear_op(
   def transpose(
     cts: Sequence[Any], mem: Any, group_sizes: Any, *_: Any, params: OpParams
   ) -> list[Any]:
-    cts = map(compat.instantiate_zeros, cts)
+    cts = [*map(compat.instantiate_zeros, cts)]
     return [None, None, *bind(transposed, params, mem, group_sizes, *cts)]
 
   ad.primitive_jvps[primitive] = jvp

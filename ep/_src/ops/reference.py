@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -109,12 +109,13 @@ def assign(
     """Returns whether the slabs of its rank fit with one more row."""
     wanted = rows + (np.arange(num_experts) == expert)
     slabs = wanted.reshape(-1, L)[expert // L]
-    return (-(-slabs // alignment) * alignment).sum() <= capacity
+    return bool((-(-slabs // alignment) * alignment).sum() <= capacity)
 
   def expert(choice: _Choice) -> int:
-    return topk_idx[choice]
+    return int(topk_idx[choice])
 
   def lightness(choice: _Choice) -> tuple[bool, float]:
+    assert weights is not None
     weight = float(weights[choice])
     return (True, 0.0) if math.isnan(weight) else (False, -weight)
 
@@ -174,10 +175,11 @@ def combine(
   if weights is not None:
     weights = _flushed(_gather(routing, weights.astype(np.float32)))
     terms = _flushed(terms * weights[..., None])
-  out = np.float32(0)
+  out: Any = np.float32(0)
   for k in range(terms.shape[2]):
     out = _flushed(out + terms[:, :, k])
-  return (out + np.float32(0)).astype(rows.dtype)  # makes +0 of -0
+  sums: Array = (out + np.float32(0)).astype(rows.dtype)  # makes +0 of -0
+  return sums
 
 
 def dispatch_bwd(
@@ -199,7 +201,7 @@ def _scatter(routing: Routing, x: Array, capacity: int) -> Array:
   x = xp.broadcast_to(x, (*routing.slot.shape, *rest))
   # Choices without a slot are copied to one more row, which is cut off.
   at = routing.rank, xp.where(routing.kept, routing.slot, capacity)
-  rows = xp.zeros((P, capacity + 1, *rest), x.dtype)
+  rows: Array = xp.zeros((P, capacity + 1, *rest), x.dtype)
   if isinstance(rows, np.ndarray):
     rows[at] = x
   else:
@@ -213,7 +215,8 @@ def _gather(routing: Routing, rows: Array) -> Array:
   kept = routing.kept
   kept = kept.reshape(*kept.shape, *[1] * (rows.ndim - 2))
   found = rows[routing.rank, routing.slot]
-  return xp.where(kept, found, xp.zeros((), rows.dtype))
+  terms: Array = xp.where(kept, found, xp.zeros((), rows.dtype))
+  return terms
 
 
 def _flushed(x: Array) -> Array:
