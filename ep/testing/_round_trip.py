@@ -145,13 +145,13 @@ class RoundTripOracle(Oracle):
   @property
   def holds_token(self) -> np.ndarray:
     """Whether each of all rows `[P * C]` has a token."""
-    rank: np.ndarray = self.source[..., 0].reshape(-1)
-    return rank >= 0
+    return self.source[..., 0].reshape(-1) >= 0
 
   @property
   def in_tail(self) -> np.ndarray:
     """Whether each of all rows `[P * C]` is after its rank's last segment."""
-    return self.expert.reshape(-1) == self._setting.num_local_experts
+    in_tail: np.ndarray = self.expert == self._setting.num_local_experts
+    return in_tail.reshape(-1)
 
   def poisoned(self) -> RoundTripOracle:
     """Returns an oracle whose experts return NaN for rows without a token.
@@ -311,7 +311,7 @@ class RoundTripOracle(Oracle):
     capacity = self._setting.capacity
     return reference.dispatch(self._routing, tokens, weights, capacity=capacity)
 
-  def _expert(self, rows: Array, weights: Array) -> Array:
+  def _expert(self, rows: Array, weights: Array) -> Any:
     return _scaled(rows, self._factor * weights)
 
   def _sums(

@@ -170,7 +170,8 @@ class Expected:
       block = _distinct(block)
       found = np.bincount(block[block >= 0], minlength=num_blocks)
       ratio = np.where(wanted > 0, found / np.maximum(wanted, 1), 1)
-      return (chances.reshape(num_blocks, -1).sum(1) * ratio).clip(max=1)
+      wants: np.ndarray = chances.reshape(num_blocks, -1).sum(1) * ratio
+      return wants.clip(max=1)
 
     def of_all(chances: np.ndarray) -> np.ndarray:
       return np.broadcast_to(T * chances, (1, P, chances.size))
@@ -217,12 +218,13 @@ def _chances(loads: np.ndarray, top_k: int) -> np.ndarray:
     f"fewer experts than top_k = {top_k} have a load; give more experts one (a"
     ' large A of "zipf:A" leaves few).',
   )
-  most = np.sort(loads)[::-1]
+  most: np.ndarray = np.sort(loads)[::-1]
   full = next(
     n for n in range(top_k) if (top_k - n) * most[n] <= most[n:].sum()
   )
   with np.errstate(over="ignore"):  # most[full:] may be tiny
-    return np.minimum(1, loads / most[full:].sum() * (top_k - full))
+    chances: np.ndarray = loads / most[full:].sum() * (top_k - full)
+  return chances.clip(max=1)
 
 
 def _counts(
@@ -279,7 +281,7 @@ def _route(cfg: MoEConfig, odds: np.ndarray, num_tokens: int) -> np.ndarray:
   rng = np.random.default_rng(_SEED)
   waits = rng.standard_exponential((num_tokens, odds.size), np.float32)
   with np.errstate(divide="ignore", over="ignore"):
-    scores = 1 / (1 + waits / odds)
+    scores: np.ndarray = 1 / (1 + waits / odds)
   if cfg.top_groups < cfg.num_groups:
     groups = scores.reshape(num_tokens, cfg.num_groups, -1)
     best = np.sort(groups, axis=2)[..., -cfg.group_best :].sum(2)

@@ -22,6 +22,7 @@ from ep._src.base import arguments
 from ep._src.moe.placement import Placement
 from ep._tools.planning.cluster import Cluster
 
+_Array = np.ndarray
 # The swaps minimize a p-norm of the loads, a smooth maximum, with these powers
 # one after another. The first power weighs all overloaded blocks, the second
 # one the small gains of the busiest block.
@@ -215,7 +216,7 @@ def _fits_nodes(ep_size: int, cluster: Cluster) -> bool:
   return ep_size % G == 0 or G % ep_size == 0
 
 
-def _numbers(loads: np.ndarray, replicas: int) -> np.ndarray:
+def _numbers(loads: _Array, replicas: int) -> _Array:
   """Returns the number of copies of each expert, [E]."""
   total = loads.sum(0)
   number = np.ones(total.size, int)
@@ -229,13 +230,13 @@ def _numbers(loads: np.ndarray, replicas: int) -> np.ndarray:
 
 
 def _placed(
-  loads: np.ndarray,
+  loads: _Array,
   num_ranks: int,
   num_nodes: int,
   replicas: int,
-  old: np.ndarray | None,
+  old: _Array | None,
   move_cost: float,
-) -> np.ndarray:
+) -> _Array:
   """Returns the experts [V] of one layer's slots."""
   number = _numbers(loads, replicas)
   numbers = [number]
@@ -270,11 +271,11 @@ class _Search:
 
   def __init__(
     self,
-    loads: np.ndarray,
-    number: np.ndarray,
+    loads: _Array,
+    number: _Array,
     num_ranks: int,
     num_nodes: int,
-    old: np.ndarray | None,
+    old: _Array | None,
     move_cost: float,
   ):
     totals = loads.sum(1)
@@ -302,7 +303,7 @@ class _Search:
     self._search(first)
     self.experts = copies[self._best]
 
-  def _search(self, first: np.ndarray) -> None:
+  def _search(self, first: _Array) -> None:
     """Improves the first order, then random variations of the best order."""
     self._best, self.cost = first, self._cost(first)
     enough = self._bound() * (1 + _TOLERANCE)
@@ -320,7 +321,7 @@ class _Search:
       if (cost := self._cost(order)) < self.cost:
         self._best, self.cost = order, cost
 
-  def _loads(self, order: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+  def _loads(self, order: _Array) -> Iterator[tuple[int, _Array]]:
     """Yields the number n of blocks of each level, and their loads [S, n].
 
     The mean load is 1.
@@ -329,10 +330,10 @@ class _Search:
       loads = self._shares[:, order].reshape(len(self._shares), n, -1)
       yield n, loads.sum(2) * n
 
-  def _cost(self, order: np.ndarray) -> float:
+  def _cost(self, order: _Array) -> float:
     """Returns the load of the busiest blocks, plus the prices of moves."""
     most = sum(self._weights @ y.max(1) for _, y in self._loads(order))
-    return most + self._prices[order, self._rank].sum()
+    return float(most + self._prices[order, self._rank].sum())
 
   def _bound(self) -> float:
     """Returns a lower bound of the cost of every order.
@@ -345,9 +346,9 @@ class _Search:
       n * (sizes[:, -1] + sizes[:, : count // n - 1].sum(1))
       for n in self._blocks
     )
-    return sum(self._weights @ np.maximum(1, each) for each in least)
+    return float(sum(self._weights @ np.maximum(1, x) for x in least))
 
-  def _improve(self, order: np.ndarray, power: int) -> None:
+  def _improve(self, order: _Array, power: int) -> None:
     """Swaps copies in `order` while a swap makes the norm smaller."""
     norm, loads = self._norm(order, power), [*self._loads(order)]
     is_better = True
@@ -359,7 +360,7 @@ class _Search:
         ):
           continue  # no block of this copy is above the mean
         norms = self._norms_after_swaps(order, loads, i, power)
-        j = norms.argmin()
+        j = int(norms.argmin())
         if norms[j] < norm * (1 - 1e-9):
           order[[i, j]] = order[[j, i]]
           if (after := self._norm(order, power)) < norm:
@@ -368,26 +369,22 @@ class _Search:
           else:
             order[[i, j]] = order[[j, i]]
 
-  def _norm(self, order: np.ndarray, power: int) -> float:
+  def _norm(self, order: _Array, power: int) -> float:
     """Returns a smooth maximum of the loads, plus the prices of moves."""
     norm = self._prices[order, self._rank].sum()
     for _, y in self._loads(order):
       most = y.max(1)
       powers = (y / most[:, None]) ** power
       norm += self._weights @ (most * powers.sum(1) ** (1 / power))
-    return norm
+    return float(norm)
 
   def _norms_after_swaps(
-    self,
-    order: np.ndarray,
-    loads: Iterable[tuple[int, np.ndarray]],
-    i: int,
-    power: int,
-  ) -> np.ndarray:
+    self, order: _Array, loads: Iterable[tuple[int, _Array]], i: int, power: int
+  ) -> _Array:
     """Returns the norm [V] after a swap of slot i with each slot."""
     own, here = order[i], self._rank[i]
     price = self._prices[order, self._rank]
-    norms = price.sum() - price - price[i]
+    norms: _Array = price.sum() - price - price[i]
     norms += self._prices[order, here] + self._prices[own, self._rank]
     placed = self._shares[:, order]
     for n, y in loads:
@@ -408,8 +405,8 @@ class _Search:
 
 
 def _from_old(
-  load: np.ndarray, copies: np.ndarray, old: np.ndarray, num_ranks: int
-) -> np.ndarray:
+  load: _Array, copies: _Array, old: _Array, num_ranks: int
+) -> _Array:
   """Returns an order that keeps copies in the slots of their experts in `old`.
 
   Each new copy, the largest first, is assigned to the rank with the least load.
@@ -425,9 +422,7 @@ def _from_old(
   return order
 
 
-def _settled(
-  experts: np.ndarray, old: np.ndarray, num_ranks: int
-) -> np.ndarray:
+def _settled(experts: _Array, old: _Array, num_ranks: int) -> _Array:
   """Reorders the slots of each rank so that kept experts keep their slots."""
   slot = np.arange(old.size)
   first = slot * num_ranks // old.size * (old.max() + 1)  # a key of each rank
@@ -438,7 +433,7 @@ def _settled(
   return settled
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _common(a: _Array, b: _Array) -> tuple[_Array, _Array]:
   """Matches the k-th occurrence of each number in a and in b.
 
   Returns their indices in a, and in b.
@@ -452,9 +447,7 @@ def _common(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return orders[0][in_a], orders[1][in_b]
 
 
-def _spread(
-  load: np.ndarray, copies: np.ndarray, num_blocks: int
-) -> np.ndarray:
+def _spread(load: _Array, copies: _Array, num_blocks: int) -> _Array:
   """Divides copies into blocks of equal length, [num_blocks, length].
 
   Each copy, the largest first, is assigned to the block with the least load.

@@ -55,7 +55,7 @@ class Plan:
     def most(forecast: Forecast, link: str) -> str:
       """Returns the GB of all ops on the rank that sends or receives most."""
       ways = (forecast.sent, forecast.received)
-      sums = [sum(by_link[link] for by_link in w.values()) for w in ways]
+      sums: list[Any] = [sum(x[link] for x in way.values()) for way in ways]
       return f"{np.max(sums) / 1e9:.2f}"
 
     head = (

@@ -144,7 +144,9 @@ class _Recorder:
     self._lock = threading.Lock()
     self._calls: list[files.Call] = []
     self._numbers: collections.Counter[tuple[str, int]] = collections.Counter()
-    self._runs = collections.defaultdict(collections.Counter)
+    self._runs: dict[str, collections.Counter[int]] = collections.defaultdict(
+      collections.Counter
+    )
     self._thread = threading.Thread(
       target=self._write, name="ep.record", daemon=True
     )

@@ -40,7 +40,7 @@ def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns a free track of the rank, or makes a new one."""
     tracks = ends[domain, rank]
     number = next((i for i, t in enumerate(tracks) if t <= begin), len(tracks))
-    tid = (number * num_domains + domain) * size + rank
+    tid: int = (number * num_domains + domain) * size + rank
     if number == len(tracks):
       names = dict(process_name=f"domain {domain}", thread_name=f"rank {rank}")
       for kind, name in names.items():

@@ -341,9 +341,8 @@ def _lateness(came: np.ndarray) -> np.ndarray:
 def _at_least(count: int, trials: int, p: float) -> float:
   """Returns the chance of at least `count` successes, each with 0 < p < 1."""
 
-  def log_chance(
-    n: int,
-  ) -> float:  # the binomial coefficient could overflow a float
+  def log_chance(n: int) -> float:
+    # The binomial coefficient could overflow a float.
     ways = math.lgamma(trials + 1) - math.lgamma(n + 1)
     ways -= math.lgamma(trials - n + 1)
     return ways + n * math.log(p) + (trials - n) * math.log(1 - p)
@@ -359,9 +358,9 @@ def _with_equal_rows(took: np.ndarray, rows: np.ndarray) -> np.ndarray:
   """
   more = rows - rows.mean()
   cost = max(0.0, more @ took / max(more @ more, 1.0))
-  return np.maximum(
-    took - cost * more, took / np.maximum(rows / rows.mean(), 1.0)
-  )
+  least = took / np.maximum(rows / rows.mean(), 1.0)
+  equal: np.ndarray = np.maximum(took - cost * more, least)
+  return equal
 
 
 def _steps(exchanges: _Step) -> list[tuple[np.ndarray, _Step]]:
