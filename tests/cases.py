@@ -45,8 +45,8 @@ class Case:
       multiplies and adds exactly in any order. Needed for sums whose order the
       contract leaves open. The default, normal floats, shows every change in
       order and rounding.
-    specials: whether to draw also zeros of both signs, denormals, infinities,
-      and quiet and signaling NaNs.
+    specials: whether to draw also zeros, denormals, infinities and NaNs of both
+      signs.
     routing_weights: weights for `ep_prepare`, in the shape of the routing.
   """
 

@@ -22,7 +22,7 @@ from lm import data, model
 from lm.checkpoint import RunFolder, Stop
 from lm.step import init, Step
 
-# If one read or write fails, orbax abandons the others, which then raise because
+# If one read or write fails, orbax abandons the others, and these raise, because
 # there is no event loop.
 pytestmark = pytest.mark.filterwarnings(
   "ignore::pytest.PytestUnraisableExceptionWarning"
