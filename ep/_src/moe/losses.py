@@ -38,9 +38,13 @@ class _Terms(NamedTuple):
 
 
 def _summed(arrays: Any, axes: _Axes, psum: _Psum) -> Any:
-  """Returns the sums of a rank's float32 arrays over the axes, in one psum."""
-  if not axes:
-    return arrays
+  """Returns the sums of a rank's float32 arrays over the axes.
+
+  `lax.psum` runs once. Another `psum` gets the arrays one by one: with a vector
+  of all, XLA fuses differently in each view, and rounds differently.
+  """
+  if not axes or psum is not lax.psum:
+    return psum(arrays, axes) if axes else arrays
   flat, unravel = ravel_pytree(arrays)
   return unravel(psum(flat, axes))
 
@@ -195,7 +199,9 @@ def _sequence_balance(
   )
   parts = _per_token(op, logits, topk_idx, score, mask)
   choices, scores, tokens = (x.sum(logits.ndim - 2) for x in parts)
-  return _mean(_imbalance(choices, scores, tokens), tokens > 0)
+  return _mean(
+    _imbalance(choices, scores, tokens), None if mask is None else tokens > 0
+  )
 
 
 def _logit_size(logits: jax.Array, mask: jax.Array | None) -> _Terms:
@@ -254,9 +260,17 @@ def _imbalance(
 
 
 def _mean(values: jax.Array, mask: jax.Array | None) -> _Terms:
-  """Returns the terms of a mean of finite values where `mask` is True."""
-  counts = _counts(values, mask)
-  sums = (values * counts).sum(), counts.sum()
+  """Returns the terms of the mean where `mask` is True, which is 0 without any.
+
+  The values are finite. Without a mask the terms are the means of ranks, divided
+  by the number of ranks after the sum. That is exact if the number is a power of
+  two. So a mean of such means, of fewer ranks each, has the bits of one mean.
+  """
+  if mask is None:
+    sums = values.sum() / max(values.size, 1), jnp.ones(())
+  else:
+    counts = _counts(values, mask)
+    sums = (values * counts).sum(), counts.sum()
   return _Terms(sums, lambda total, count: total / jnp.maximum(count, 1.0))
 
 
