@@ -39,10 +39,8 @@ class HostBackend(Backend):
     mesh = connection.mesh_of_devices("host", group.mesh)
     listener: socket.socket
     with contextlib.ExitStack() as stack:
-
-      def introduce() -> dict[
-        str, Any
-      ]:  # `join` tells other processes of a failure in here
+      # `join` tells other processes of a failure in here.
+      def introduce() -> dict[str, Any]:
         ffi.library("host")
         nonlocal listener
         listener = stack.enter_context(_listen())

@@ -8,6 +8,7 @@ No other module of the package imports `jax._src`, `jax.interpreters`,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+import contextlib
 import os
 import socket
 from typing import Any
@@ -201,13 +202,15 @@ def next_position(ctx: LoweringContext) -> int:
   return ctx.module_context.new_channel()
 
 
-def named_instruction(name: str) -> Any:
+def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
   """Returns a context that names the instructions lowered in it.
 
   Profilers show the name, in which XLA replaces invalid characters by "_" and
   to which it appends a number.
   """
-  return mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
+  context: contextlib.AbstractContextManager[Any]
+  context = mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
+  return context
 
 
 def can_call_python(ctx: LoweringContext) -> bool:

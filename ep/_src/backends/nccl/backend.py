@@ -114,9 +114,8 @@ class NcclBackend(Backend):
     ranks = {int(r): domains[domain, r] for r in places[:, 1]}
     device = next(iter(ranks.values()))
 
-    def introduce() -> dict[
-      str, Any
-    ]:  # `join` tells other processes of a failure in here
+    # `join` tells other processes of a failure in here.
+    def introduce() -> dict[str, Any]:
       self.check_sizes(group)
       ffi.library("nccl")
       libraries = installation.prepare(device)

@@ -163,5 +163,5 @@ def check_finite(dims: Dims, out: jax.Array) -> jax.Array:
   failed = fail_if(
     (all_first[:, 0] > 0).any(), fail, all_first, can_raise=dims.can_raise
   )
-  out, _ = lax.optimization_barrier((out, failed))
-  return out
+  checked: jax.Array = lax.optimization_barrier((out, failed))[0]
+  return checked
