@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contenders: implementations of the same ops.
 
-A contender is made for a `Layout`. It has these members, each in the view of
-one rank inside `jax.shard_map` over the axis "ep":
+A contender is made for a `Layout` and has these methods, which `jax.shard_map`
+calls with one rank's arrays over the axis "ep":
 
   prepare(topk_idx) -> handle           a pytree
   dispatch(handle, tokens, topk_weights) -> rows, row_weights
@@ -10,11 +10,11 @@ one rank inside `jax.shard_map` over the axis "ep":
   dispatch_bwd(handle, rows, row_weights) -> tokens, topk_weights
   combine_bwd(handle, tokens) -> rows
 
-`Workload.inputs` says the shapes, and ep/_src/ops/reference.py the meaning. The
-hand-written contenders define their derivatives as gathers, because JAX would
-turn the derivative of a gather into a scatter-add.
+`Workload.inputs` gives the shapes, and ep/_src/ops/reference.py defines the
+results. The hand-written contenders define their derivatives as gathers,
+because JAX would turn the derivative of a gather into a scatter-add.
 
-Contenders of whole layers are in layers.py; ep takes part in both.
+layers.py has the contenders of whole layers. ep is measured with both.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_pure_xla(name: str) -> bool:
 
 
 def ops_of(name: str, chosen: Sequence[str]) -> list[str]:
-  """Returns the chosen ops that a contender has."""
+  """Returns the chosen ops that a contender implements."""
   known = ops.ALL
   if name in PURE_XLA:
     known = ops.OPS
@@ -67,7 +67,7 @@ def ops_of(name: str, chosen: Sequence[str]) -> list[str]:
 
 
 def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
-  """Returns why a contender cannot take part here, or None if it can."""
+  """Returns why a contender cannot run on the mesh, or None if it can."""
   if name in EP:
     try:
       BACKENDS[name].check_mesh(mesh, AXIS)
@@ -123,7 +123,7 @@ class Ep:
       w_down=w_down,
     )
 
-  # Both ops are linear, so their transposes need shapes only.
+  # Both ops are linear, so their transposes need only shapes.
 
   def dispatch_bwd(self, handle, rows, row_weights):
     shape = self._layout.shape

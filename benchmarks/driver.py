@@ -19,10 +19,10 @@ def make_main(
   measure: Callable[[], int | None],
   worlds: Callable[[], Iterable[dict[str, Any]]],
 ) -> Callable:
-  """Returns a `main` that calls `measure` on the ranks of each world.
+  """Returns a `main` that calls `measure` on all ranks of each process layout.
 
-  `measure` returns the exit code. The first that is not 0 ends the program.
-  Each of `worlds()` has keyword arguments of `ep.launch.launch`.
+  `measure` returns the exit code. A nonzero code terminates the program.
+  `worlds` yields the keyword arguments of `ep.launch.launch` per layout.
   """
 
   def main(argv):

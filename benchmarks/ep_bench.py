@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures ep's ops and whole layers beside their alternatives, in one run.
+"""Measures ep's ops and whole layers against alternatives, in one run.
 
     bazel run //benchmarks:ep_bench -- --shapes=goals
 
-starts worlds of ranks: "4x1" stands for 4 processes with 1 device each. In
-each world all contenders take turns and run the same ops on the same inputs.
-The contenders are ep's backends, and dispatch and combine written by hand in
-JAX. The results of a contender are checked before it is timed. The shapes are
-TxHxKxE, with T tokens on a rank; the routing is uniform.
+starts the ranks of each process layout: "4x1" stands for 4 processes with 1
+device each. In each layout all contenders take turns and run the same ops on
+the same inputs. The contenders are ep's backends, and dispatch and combine
+written by hand in JAX. The program checks a contender's results before it times
+the contender. The shapes are TxHxKxE, with T tokens per rank; the routing is
+uniform.
 
     ep_bench --shapes=2048x4096x4x64 --dtypes=bfloat16 --ops=round_trip
     ep_bench --ops=moe,moe_grad --shapes=mixtral_8x7b --scale=8 --tokens=256
     ep_bench --gate=1.0     exit code 1 if host is slower than hand-written JAX
 
-The ops moe and moe_grad are a whole layer with its experts, for a given
-routing: forward, and forward with all gradients. They have separate contenders
-(layers.py), and shapes TxHxKxExF or the shapes of models.
+The ops moe and moe_grad run a whole layer with its experts, for a given
+routing: moe is forward, moe_grad is forward with all gradients. They have
+separate contenders (layers.py), and shapes TxHxKxExF or the shapes of models.
 
-Only numbers of the same run can be compared: other work on the machine slows
-all of them, and their ratios hardly change.
+Compare only numbers of the same run: other work on the machine slows all
+contenders, and their ratios hardly change.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks.ops import ALL, LAYERS, OPS
 from ep import presets
 
 _WORLDS = flags.DEFINE_list(
-  "worlds", ["1x4", "4x1"], "processes x devices of each"
+  "worlds", ["1x4", "4x1"], "processes x devices per process"
 )
 _SHAPES = flags.DEFINE_list(
   "shapes",
@@ -47,13 +48,13 @@ _SHAPES = flags.DEFINE_list(
 )
 _TOKENS = flags.DEFINE_integer("tokens", 512, "T, for the shape of a model", 1)
 _SCALE = flags.DEFINE_integer(
-  "scale", 16, "what divides H and F in the shape of a model", 1
+  "scale", 16, "divisor of H and F in the shape of a model", 1
 )
 _DTYPES = flags.DEFINE_list("dtypes", ["float32"], "of tokens")
 _OPS = flags.DEFINE_list(
   "ops", None, f"default: {','.join(OPS)}; whole layers: {','.join(LAYERS)}"
 )
-_CONTENDERS = flags.DEFINE_list("contenders", None, "default: all there are")
+_CONTENDERS = flags.DEFINE_list("contenders", None, "default: all")
 _CAPACITY_FACTOR = flags.DEFINE_float(
   "capacity_factor",
   None,
@@ -69,10 +70,9 @@ _RANKS_PER_GPU = flags.DEFINE_integer(
 _GATE = flags.DEFINE_float(
   "gate",
   None,
-  "fail unless host's round trip is this many times as fast as that of"
-  f" {contenders.HAND_WRITTEN}; by default measures little else",
+  "fail unless host's round trip is this many times as fast as the one of"
+  f" {contenders.HAND_WRITTEN}; by default measures only these two",
 )
-
 
 for _flag, _known in (
   ("ops", ALL),
@@ -87,7 +87,7 @@ for _flag, _known in (
 
 
 def worlds():
-  """Yields how to launch each world; ends the program if flags do not fit."""
+  """Yields the launch options per process layout; exits if flags do not fit."""
   try:
     sizes = [_parse_world(world) for world in _WORLDS.value]
     for processes, devices in sizes:
@@ -104,7 +104,7 @@ def worlds():
 
 def _parse_world(world: str) -> tuple[int, int]:
   if not re.fullmatch(r"\d+x\d+", world):
-    raise ValueError(f"--worlds: {world!r} is no world; write 4x1.")
+    raise ValueError(f"--worlds: {world!r} is no process layout; write 4x1.")
   processes, devices = map(int, world.split("x"))
   return processes, devices
 
@@ -113,7 +113,7 @@ def run_ranks() -> int:
   """Measures all cases, prints reports, and returns the exit code."""
   _silence_libraries()
   world = f"{jax.process_count()}x{jax.local_device_count()}"
-  print(f"world {world}, load average {os.getloadavg()[0]:.1f}")
+  print(f"processes {world}, load average {os.getloadavg()[0]:.1f}")
   mesh = jax.make_mesh(
     (jax.device_count(),), (workload.AXIS,), axis_types=(AxisType.Auto,)
   )
@@ -183,7 +183,7 @@ def _chosen(flag, default, default_of_gate):
 
 
 def _silence_libraries() -> None:
-  """Suppresses what XLA's transport between processes prints on stdout."""
+  """Suppresses the output of XLA's interprocess transport on stdout."""
   sys.stdout.flush()
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges that are written by hand in JAX.
+"""Exchanges written by hand in JAX.
 
-contenders.py says what their members do. Everything that depends only on the
-routing is computed in prepare. Rows that pad a block hold anything, because
-they are never read. No op donates an input: only the output of a round trip
-could use the memory of an input of the same size and sharding, and a round trip
-would then have to copy its tokens first.
+contenders.py specifies the methods. `prepare` computes all values that depend
+only on the routing. Padding rows of a block have arbitrary values, because no
+code reads them. No op donates an input: only the output of a round trip could
+reuse the memory of an input, and a round trip would first have to copy its
+tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.workload import AXIS, Layout
 def sort_choices(topk_idx, num_experts):
   """Returns the choices by expert `[T * K]`, and all counts `[P, E]`.
 
-  Choice `k` of token `t` has the number `t * K + k`. Unused choices come last.
+  Choice `k` of token `t` has the number `t * K + k`. Unused choices are last.
   """
   experts = topk_idx.reshape(-1)
   experts = jnp.where(experts < 0, num_experts, experts)
@@ -30,19 +30,19 @@ def sort_choices(topk_idx, num_experts):
 
 
 def starts(counts, axis):
-  """Returns where each run begins, for consecutive runs of these lengths."""
+  """Returns the first index of each run, for consecutive runs of `counts`."""
   return jnp.cumsum(counts, axis) - counts
 
 
 def take(rows, index, *, zeros):
-  """Returns `rows[index]`, with zeros or anything for an index past the end."""
+  """Returns `rows[index]`; past the end: zeros, or arbitrary rows."""
   if not zeros:
     return rows.at[index].get(mode="clip")
   return rows.at[index].get(mode="fill", fill_value=0)
 
 
 def take_sum(rows, index, dtype):
-  """Returns `sum_k rows[index[:, k]]` in float32; past the end is zero."""
+  """Returns `sum_k rows[index[:, k]]` in float32; zero past the end."""
   total = jnp.float32(0)
   for k in range(index.shape[1]):
     total += take(rows, index[:, k], zeros=True).astype(jnp.float32)
@@ -50,7 +50,7 @@ def take_sum(rows, index, dtype):
 
 
 def scale(rows, weights):
-  """Returns the rows, multiplied by their weights if there are any."""
+  """Returns the rows times their weights; None stands for 1."""
   if weights is None:
     return rows
   return (rows.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
@@ -59,11 +59,11 @@ def scale(rows, weights):
 class PaddedScatter:
   """Sort, padded all_to_all, and a scatter-add in float32.
 
-  A rank's choices are sorted by expert, so that the choices of one rank's
-  experts are together. Each rank sends every rank a block of `S = pair_rows`
-  rows, the first of which are real. In prepare the ranks exchange how many rows
-  each expert receives. From that the receiver computes the slot of every row in
-  the blocks.
+  A rank sorts its choices by expert, which groups them by destination rank.
+  Each rank sends every rank a block of `S = pair_rows` rows: first the rows of
+  choices, then padding. In prepare the ranks exchange the number of rows per
+  expert. The receiver computes the slot of every received row from these
+  counts.
   """
 
   def __init__(self, layout: Layout):
@@ -96,10 +96,10 @@ class PaddedScatter:
     source = jnp.full(layout.capacity, choice.size, jnp.int32)
     home = jnp.full(size, choice.size, jnp.int32)
     return {
-      # [P, S]: the choices that are sent, and the slots of received rows.
+      # [P, S]: the choices to send, and the slots of received rows.
       "choice": choice,
       "slot": slot,
-      # Where in [P * S] the row of each slot [C] and each choice [T, K] is.
+      # The index in [P * S] of the row of each slot [C] and choice [T, K].
       "source": source.at[slot].set(places, mode="drop"),
       "home": home.at[choice].set(places, mode="drop").reshape(topk_idx.shape),
     }
@@ -137,7 +137,7 @@ class PaddedScatter:
 
 
 class PaddedGather(PaddedScatter):
-  """Gathers the returned rows of each token and sums them in registers."""
+  """Gathers each token's returned rows and sums them in registers."""
 
   def _sum(self, handle, blocks):
     rows = blocks.reshape(-1, blocks.shape[-1])
@@ -147,10 +147,10 @@ class PaddedGather(PaddedScatter):
 class Gathered:
   """All-gather, then reduce-scatter.
 
-  Every rank receives all tokens and takes those of its experts. In combine each
-  rank first sums, for every token, the outputs of its own experts, and then the
-  ranks add these sums. That moves P rows per token instead of K, in regular
-  blocks.
+  Every rank receives all tokens and selects the tokens of its experts. In
+  combine each rank sums its experts' outputs per token, and a reduce-scatter
+  adds the sums of all ranks. The ranks exchange P rows per token instead of K,
+  in regular blocks.
   """
 
   def __init__(self, layout: Layout):
@@ -163,7 +163,7 @@ class Gathered:
       layout.num_local_experts
     )
     mine = (local >= 0) & (local < layout.num_local_experts)
-    # The order of the slots is by expert, then by token of all ranks.
+    # Sort the slots by expert, then by token of all ranks.
     key = jnp.where(mine, local, layout.num_local_experts)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     slots = jnp.arange(layout.capacity, dtype=jnp.int32)

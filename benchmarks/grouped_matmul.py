@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures `ep.grouped_matmul` beside a dense matmul of the same rows.
+"""Measures `ep.grouped_matmul` against a dense matmul of the same rows.
 
     taskset -c 0 ./bazelw run //benchmarks:grouped_matmul
 
 Each program computes a product and its gradients. The grouped matmul and a
-dense matmul of all rows with one matrix take turns. "Bytes" is the time of the
-dense matmul plus the time in which NumPy copies each matrix twice into a cache,
-and then a cached matrix into a new array for each gradient. No grouped matmul
-is faster unless it reads and computes at the same time.
+dense matmul of all rows with one matrix take turns. "bytes" is the time of the
+dense matmul plus the time of NumPy copies: each matrix twice into a cache, and
+a cached matrix into a new array per gradient. A grouped matmul is faster only
+if it reads and computes at the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from benchmarks import driver, timing
 import ep
 
 _ROWS, _INNER, _OUTER = 4096, 256, 512
-_EXPERTS = flags.DEFINE_list("experts", ["8", "64", "256"], "numbers of them")
+_EXPERTS = flags.DEFINE_list(
+  "experts", ["8", "64", "256"], "numbers of experts"
+)
 
 
 def measure() -> None:

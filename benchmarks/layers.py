@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contenders that compute a whole layer: exchange, experts and weights.
 
-Each has the member
+Each has the method
 
   moe(topk_idx, tokens, topk_weights, w_gate, w_up, w_down) -> tokens
 
-in the view of one rank, where `w_gate` and `w_up` are `[L, H, F]`, and `w_down`
-is `[L, F, H]`. The result for a token x is the sum over its choices, each with
-its weight, of
+which takes one rank's arrays. `w_gate` and `w_up` are `[L, H, F]`, and `w_down`
+is `[L, F, H]`. The result for a token x is the weighted sum over its choices of
 
   (silu(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
 
-and it is differentiable in everything but `topk_idx`.
+and it is differentiable in all arguments except `topk_idx`.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ import ep
 
 
 def inner(dot, rows, w_gate, w_up):
-  """Returns what the experts multiply by `w_down`."""
+  """Returns the hidden activations, which the experts multiply by `w_down`."""
   return jax.nn.silu(dot(rows, w_gate)) * dot(rows, w_up)
 
 
 def group_sizes(layout: Layout, topk_idx):
-  """Returns the rows that each expert of this rank receives: `[L]`."""
+  """Returns the number of rows per expert of this rank: `[L]`."""
   _, counts = sort_choices(topk_idx, layout.shape.num_experts)
   return counts.sum(0).reshape(layout.ranks, -1)[lax.axis_index(AXIS)]
 
 
 def dispatch(exchange, handle, tokens, topk_weights):
-  """Calls dispatch of another contender, with its own derivative."""
+  """Calls dispatch of another contender, with dispatch_bwd as derivative."""
   return linear_call(
     lambda handle, args: exchange.dispatch(handle, *args),
     lambda handle, grads: exchange.dispatch_bwd(handle, *grads),
@@ -50,12 +49,12 @@ def dispatch(exchange, handle, tokens, topk_weights):
 
 
 def combine(exchange, handle, rows):
-  """Calls combine of another contender, with its own derivative."""
+  """Calls combine of another contender, with combine_bwd as derivative."""
   return linear_call(exchange.combine, exchange.combine_bwd, handle, rows)
 
 
 class Sorted:
-  """Sorts rows by expert, by the ops of another contender."""
+  """Sorts rows by expert with the ops of another contender."""
 
   def __init__(self, layout: Layout, exchange):
     self._layout = layout
@@ -71,7 +70,7 @@ class Sorted:
 
 
 class Masked:
-  """Applies every expert to every token; the weights of most are zero."""
+  """Applies every expert to every token, most with weight zero."""
 
   def __init__(self, layout: Layout):
     self._layout = layout
@@ -92,8 +91,8 @@ class Masked:
 class OneHot:
   """Dispatches by a product with a one-hot array, as in GShard.
 
-  Each rank has a block of `expert_rows` for each expert (Lepikhin et al.,
-  "GShard", arXiv 2006.16668, algorithm 1; the groups there are the ranks).
+  Each rank has a block of `expert_rows` per expert (Lepikhin et al., "GShard",
+  arXiv 2006.16668, algorithm 1; a rank is a group of the paper).
   """
 
   def __init__(self, layout: Layout):

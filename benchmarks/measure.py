@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures contenders: checks every contender's ops, then times them."""
+"""Checks every contender's ops, then times them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.ops import ALL, compile_op, with_handle
 from benchmarks.report import Result
 from benchmarks.workload import Workload
 
-# A value may deviate by at most this share of the largest of its array.
+# The largest absolute error, relative to the largest value of the array.
 _BOUNDS = {"float32": 2e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 class WrongResult(Exception):
-  """A contender's result is not the expected one."""
+  """Raised if a contender's result is wrong."""
 
 
 def measure(
@@ -33,11 +33,11 @@ def measure(
 ) -> dict[str, dict[str, Result]]:
   """Returns the results by op and contender. Collective.
 
-  The result of every op must be close to the result of `backend="xla"`, which
-  tests hold to the numeric contract (ep/_src/ops/reference.py).
+  The result of every op must be close to the result of `backend="xla"`. Tests
+  check that backend against the numeric contract (ep/_src/ops/reference.py).
 
   Raises:
-    WrongResult: on the process of a rank where a contender is wrong.
+    WrongResult: on the process of a rank with a wrong result.
   """
   runs = {op: {} for op in ops}
   memories = {}
@@ -71,7 +71,7 @@ def measure(
           # XLA plans for one device.
           planned.temp_size_in_bytes * mesh.local_mesh.size,
         )
-        if op != "prepare":  # checked through the ops that use its handle
+        if op != "prepare":  # The ops that use the handle check prepare.
           _check(f"{name}: {op}", workload, op, outputs, expected[op])
         del outputs
         runs[op][name] = lambda program=program, args=args: (
@@ -84,12 +84,12 @@ def measure(
         for name, seconds in timing.take_turns(runs[op], rounds).items()
       }
       for op in ops
-      if runs[op]  # not every contender has every op
+      if runs[op]  # Not every contender has every op.
     }
 
 
 def _check(what, workload, op, outputs, expected) -> None:
-  """Raises `WrongResult` unless this process's shards are right."""
+  """Raises `WrongResult` if a shard of this process is wrong."""
   has_tail = op in ("dispatch", "combine_bwd")
   bound = _BOUNDS[workload.dtype.name]
   for arrays in zip(*map(jax.tree.leaves, (outputs, expected)), strict=True):

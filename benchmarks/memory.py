@@ -14,9 +14,9 @@ _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
 class Meter:
   """Measures the resident memory that a contender adds.
 
-  Outputs and temporaries count, inputs and programs do not. Shared memory that
-  appeared since the meter was made counts in each of the contender's runs, once
-  in every process that has touched it, because a communicator keeps it.
+  Counts outputs and temporaries, but not inputs and programs. Counts shared
+  memory that was allocated after the meter was made, in every run and in each
+  process that touched it, because a communicator keeps that memory.
   """
 
   def __init__(self):
@@ -25,7 +25,7 @@ class Meter:
   def start(self) -> None:
     """Starts a new peak."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else freed memory would be used again
+    ctypes.CDLL(None).malloc_trim(0)  # Prevents the reuse of freed memory.
     try:
       _CLEAR_REFS.write_text("5")  # resets the peak, see proc(5)
     except OSError:
@@ -34,7 +34,7 @@ class Meter:
     self._before = _kib("VmRSS") - (_kib("RssShmem") - self._shared)
 
   def peak_bytes(self) -> float:
-    """Returns the peak since `start`; NaN if the kernel does not give it."""
+    """Returns the peak since `start`, or NaN if the kernel cannot reset it."""
     if self._before is None:
       return float("nan")
     return 1024.0 * max(0, _kib("VmHWM") - self._before)

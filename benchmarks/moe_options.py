@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what options of `ep.MoE` cost.
+"""Measures the cost of options of `ep.MoE`.
 
     bazel run //benchmarks:moe_options
 
-A program is a layer with the gradients of its parameters, for four devices of
-one process. On each mesh, a layer with the option and a layer without take
-turns. For replica slots, the routings go from an even one to one hot rank.
+A program is a layer with the gradients of its parameters, on four devices of
+one process. On each mesh, a layer with the option and a layer without it take
+turns. For replica slots, the routings range from even to one hot rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import ep
 _PLAIN = ep.MoEConfig(hidden=256, inner=512, num_experts=16, top_k=2)
 _AXES = "dp", "ep"
 _E = np.arange(_PLAIN.num_experts)
-# These are added to the logits of the experts, which spread by one.
+# Added to the experts' logits, whose standard deviation is 1.
 _ROUTINGS = {
   "even": 0.0 * _E,
   "zipf 0.5": -np.log(_E + 1) / 2,
@@ -47,7 +47,7 @@ def measure_option(
 ) -> None:
   """Prints rows, times and temporaries of a layer without and with an option.
 
-  A rank of the mesh `shape` has `tokens` tokens.
+  Each rank of the mesh `shape` has `tokens` tokens.
   """
   mesh = jax.make_mesh(shape, _AXES, axis_types=(AxisType.Auto,) * 2)
   params = dict(ep.moe.init(jax.random.key(0), _PLAIN))

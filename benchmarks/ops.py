@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured ops, for any contender, in the view of one rank."""
+"""Defines the measured ops, for any contender; they take one rank's arrays."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Op:
   """An op.
 
   Attributes:
-    run: the function; it takes a contender and the inputs.
-    inputs: the names of the inputs in `Workload.inputs`; "handle" is the result
-      of the contender's prepare.
+    run: a function of a contender and the inputs.
+    inputs: names in `Workload.inputs`; "handle" is the result of the
+      contender's prepare.
   """
 
   run: Callable[..., Any]
@@ -48,21 +48,21 @@ def _experts(rows, weights):
   """Returns the rows, and makes XLA write them to a buffer.
 
   Without experts, XLA fuses the two gathers of a hand-written round trip, even
-  through an optimization barrier, so that the received rows never exist. This
-  function is a loop of no rounds over a buffer that must hold them.
+  through an optimization barrier, and never writes the received rows. A loop of
+  0 rounds over the buffer makes XLA write them.
   """
-  rounds = jnp.isnan(weights[0, 0]).astype(jnp.int32)  # none
+  rounds = jnp.isnan(weights[0, 0]).astype(jnp.int32)  # 0
   return lax.fori_loop(0, rounds, lambda i, rows: rows.at[i].mul(2), rows)
 
 
 def _moe_grad(contender, topk_idx, *differentiated):
   _, vjp = jax.vjp(functools.partial(contender.moe, topk_idx), *differentiated)
   tokens, *_ = differentiated
-  return vjp(tokens)  # they serve as the cotangent of the outputs
+  return vjp(tokens)  # The tokens serve as cotangent.
 
 
 # The round trip is a MoE layer without experts: combine multiplies the rows by
-# the weights that dispatch has delivered.
+# the weights from dispatch.
 OPS = {
   "prepare": _method("prepare", "topk_idx"),
   "dispatch": _method("dispatch", "handle", "tokens", "topk_weights"),
@@ -72,8 +72,8 @@ OPS = {
   "round_trip": Op(_round_trip, ("handle", "tokens", "topk_weights")),
 }
 
-# A whole layer: its experts are down(silu(gate(x)) * up(x)). One op is the
-# forward pass, the other is that and all gradients.
+# A whole layer with experts down(silu(gate(x)) * up(x)): the forward pass, and
+# the forward pass with all gradients.
 _MOE_INPUTS = (
   "topk_idx",
   "tokens",
@@ -87,13 +87,13 @@ LAYERS = {
   "moe_grad": Op(_moe_grad, _MOE_INPUTS),
 }
 
-ALL = ChainMap(LAYERS, OPS)  # it iterates over the last map first
+ALL = ChainMap(LAYERS, OPS)  # Iterates over the last map first.
 
 
 def compile_op(op: str, contender, mesh, inputs):
   """Returns an op, jitted and compiled, and its arguments among the inputs.
 
-  A first call compiles it, because JAX takes longer to call a program that was
+  Compiles by a first call, because JAX takes longer to call a program that was
   compiled ahead of time.
   """
   args = [inputs[name] for name in ALL[op].inputs]
@@ -111,7 +111,7 @@ def compile_op(op: str, contender, mesh, inputs):
 
 
 def with_handle(contender, mesh, inputs, ops):
-  """Returns inputs for ops, with the contender's handle if one takes it."""
+  """Returns the inputs, with the contender's handle if an op takes it."""
   if not any("handle" in ALL[op].inputs for op in ops):
     return inputs
   prepare, args = compile_op("prepare", contender, mesh, inputs)

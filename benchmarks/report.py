@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes tables and the gate's verdict from results."""
+"""Prints tables of results and the gate's verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.timing import ratio
 
 
 class Case(NamedTuple):
-  """What contenders were measured with in turns."""
+  """The process layout (`world`), shape, dtype and op of a measurement."""
 
   world: str
   shape: str
@@ -23,12 +23,12 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-  """What was measured of one contender.
+  """The measurements of one contender.
 
   Attributes:
-    seconds: in each round.
-    peak_bytes: resident memory that the op adds, of all processes; or NaN.
-    planned_bytes: XLA's temporaries, of all processes.
+    seconds: of each round.
+    peak_bytes: resident memory that the op adds, over all processes; or NaN.
+    planned_bytes: XLA's temporaries, over all processes.
   """
 
   seconds: np.ndarray
@@ -42,7 +42,7 @@ Results = Mapping[Case, Mapping[str, Result]]
 def print_tables(results: Results) -> None:
   """Prints a table for each case; its ratios are medians over the rounds."""
   for case, of_case in results.items():
-    print(f"\n{case.op}  {case.shape}  {case.dtype}  world {case.world}")
+    print(f"\n{case.op}  {case.shape}  {case.dtype}  processes {case.world}")
     print(
       "                     median      middle half     peak  planned  host is"
     )
@@ -82,7 +82,10 @@ def print_summary(results: Results) -> None:
 
 
 def gate(results: Results, bound: float) -> bool:
-  """Prints and returns if host is `bound` times as fast as HAND_WRITTEN."""
+  """Prints the verdict: whether host is `bound` times as fast as HAND_WRITTEN.
+
+  Returns the verdict for all cases together.
+  """
   passed = bool(results)
   for case, of_case in results.items():
     times = float("nan")

@@ -21,9 +21,9 @@ def take_turns(
 ) -> dict[_Name, np.ndarray]:
   """Returns each function's seconds in each round, on the slowest process.
 
-  A round runs each function once, in a random order, so that other work on the
-  machine affects all of them alike. Every run starts on all processes at the
-  same time. Rounds of warm-up do not count. Collective.
+  A round runs each function once, in random order, so that other work on the
+  machine affects all functions equally. Each run starts on all processes at the
+  same time. Warm-up rounds do not count. Collective.
   """
   draw = random.Random(0)  # the same order on all processes
   names = list(runs)
@@ -35,7 +35,7 @@ def take_turns(
       start = time.perf_counter()
       result = runs[names[at]]()
       seconds = time.perf_counter() - start
-      del result  # the time to free it does not count
+      del result  # The time of freeing it does not count.
       if round >= 0:
         times[at, round] = seconds
   times = multihost_utils.process_allgather(times).reshape(-1, *times.shape)
@@ -43,9 +43,9 @@ def take_turns(
 
 
 def ratio(slow: np.ndarray, fast: np.ndarray) -> float:
-  """Returns how many times as fast one function is: the median of the rounds.
+  """Returns the median over the rounds of `slow / fast`.
 
-  Both run in every round, one soon after the other, so other work that lasts
-  longer than a round does not affect the ratio.
+  Each round runs both functions, so other work that lasts longer than a round
+  does not affect the ratio.
   """
   return float(np.median(slow / fast))

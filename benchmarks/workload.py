@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workload: a shape, a routing, and the inputs of every op."""
+"""Defines the workload: a shape, a routing, and the inputs of every op."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEC = PartitionSpec(AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """T tokens of a rank, hidden size H, K choices of a token, E experts.
+  """T tokens per rank, hidden size H, K choices per token, E experts.
 
   A whole layer also needs F, the inner size of an expert.
   """
@@ -50,9 +50,9 @@ NAMED = {
 def parse_shapes(names: list[str], *, tokens: int, scale: int) -> list[Shape]:
   """Returns the shapes of names.
 
-  A name is in `NAMED`, a model of `ep.presets`, "models" for all of them, or
-  sizes like "TxHxKxE" or "TxHxKxExF". The layer of a model gets `tokens` on a
-  rank, and its H and F are divided by `scale`.
+  A name is in `NAMED`, a model of `ep.presets`, "models" for all models, or
+  sizes like "TxHxKxE" or "TxHxKxExF". The layer of a model gets `tokens` per
+  rank, and H and F divided by `scale`.
   """
   shapes = []
   for name in names:
@@ -78,10 +78,7 @@ def _of_model(name: str, tokens: int, scale: int) -> Shape:
 
 
 def uniform(shape: Shape, ranks: int) -> np.ndarray:
-  """Returns random experts of all ranks' tokens, `[P * T, K]`.
-
-  All processes draw the same.
-  """
+  """Returns random experts `[P * T, K]`, the same on all processes."""
   odds = np.random.default_rng(0).random(
     (ranks * shape.tokens, shape.num_experts)
   )
@@ -90,18 +87,18 @@ def uniform(shape: Shape, ranks: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Everything that a contender may know before it sees a routing.
+  """The sizes that a contender may use before it sees a routing.
 
   Attributes:
     ranks: P.
     capacity: C, the rows that a rank can receive.
-    pair_rows: the rows that a rank can send another, for contenders that pad.
-      It is C / P, or exactly what this routing needs if that is more. So with
-      the default capacity no routing overflows, and with a smaller one a
-      contender pads no more than with a perfect guess.
-    expert_rows: the most rows that a rank sends an expert in this routing, for
-      contenders that pad to it: also a perfect guess.
-    zero_tail: whether rows past the last one that arrives must be zero.
+    pair_rows: the rows that a rank can send another, for contenders that pad:
+      C / P, or the maximum in this routing if that is larger. With the default
+      capacity no routing overflows. With a smaller capacity, a contender pads
+      as little as possible.
+    expert_rows: the maximum number of rows from one rank to one expert in this
+      routing, for contenders that pad to it.
+    zero_tail: whether rows past the last received one must be zero.
   """
 
   shape: Shape
@@ -117,7 +114,7 @@ class Layout:
 
 
 class Workload:
-  """A layout, a routing and a dtype, and the inputs that they determine."""
+  """A layout, a routing, a dtype, and the inputs for them."""
 
   def __init__(
     self,
@@ -131,8 +128,8 @@ class Workload:
   ):
     """Makes the workload; raises `ValueError` if the sizes do not fit.
 
-    The capacity is `capacity_factor` times the rows of a balanced routing.
-    Without a factor it is the worst case.
+    The capacity is `capacity_factor` times the rows of a balanced routing, or
+    the worst case by default.
     """
     if shape.num_experts % ranks or shape.top_k > shape.num_experts:
       raise ValueError(
@@ -171,12 +168,12 @@ class Workload:
   def inputs(
     self, mesh: jax.sharding.Mesh, names: Collection[str]
   ) -> dict[str, jax.Array]:
-    """Returns global arrays, split along their first axis among the ranks.
+    """Returns global arrays whose first axis is split over the ranks.
 
-    A rank's parts are topk_idx `[T, K]`, tokens `[T, H]`, topk_weights
+    A rank's shards are topk_idx `[T, K]`, tokens `[T, H]`, topk_weights
     `[T, K]`, rows `[C, H]`, row_weights `[C]`, w_gate and w_up `[L, H, F]` and
-    w_down `[L, F, H]`. Each also serves as a cotangent of an array of its
-    shape.
+    w_down `[L, F, H]`. An input also serves as cotangent of an array of the
+    same shape.
     """
     shape, layout = self.layout.shape, self.layout
     up = layout.num_local_experts, shape.hidden, shape.inner
@@ -202,16 +199,16 @@ class Workload:
     return {name: place(name) for name in sizes if name in names}
 
   def _part(self, name: str, sizes: tuple[int, ...], start: int) -> np.ndarray:
-    """Returns the part of an input that begins at an index of its first axis.
+    """Returns the shard of an input that begins at `start` of the first axis.
 
-    Its numbers repeat a short table, which is fast. No two rows are alike,
-    because the length of the table is a prime.
+    The numbers repeat a table, which is fast. No two rows are equal, because
+    the length of the table is a prime.
     """
     if name == "topk_idx":
       return self.choices[start : start + sizes[0]]
     rng = np.random.default_rng([*name.encode(), start])
     table = rng.standard_normal(1_000_003, np.float32)
-    if name.startswith("w_"):  # it keeps the magnitude of rows
+    if name.startswith("w_"):  # Keeps the magnitude of rows.
       table *= sizes[1] ** -0.5
     is_weight = name.endswith("weights")
     dtype = np.dtype("float32") if is_weight else self.dtype

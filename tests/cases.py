@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares functions of the ops under test with the same ones of the oracle.
+"""Compares the ops under test with the oracle.
 
 A `Case` is a layer and a routing for it. A test names a function of ops, and
-`check` runs it twice: on the ops under test, jitted over the case's mesh, and
-on the oracle. All leaves of the two results must have the same bits:
+`check` runs the function twice: on the ops under test, jitted over the case's
+mesh, and on the oracle. All leaves of the two results must have the same bits:
 
     case = Case(layer(top_k=2), "skewed")
     case.check(dispatch, case.tokens(), case.weights())
 
-All arrays have the shapes of the global view: the leading axis of tokens is
-split over the ranks, and received rows have a leading axis with one entry per
-rank. They are NumPy arrays, and the same on every process.
+All arrays are NumPy arrays in the global view, equal on every process. The
+leading axis of tokens is split over the ranks. Received rows have a leading
+axis with one entry per rank.
 
 Several cases can share one program: `lower`, `run` and `check` take any number
 of claims. A claim is a tuple `(case, fn, *arrays)`.
@@ -42,11 +42,11 @@ class Case:
     lead: shape of one rank's tokens, without the hidden size.
     hidden: the hidden size.
     whole: whether to draw small positive whole numbers, which float32
-      multiplies and adds exactly in any order. Sums need them if the contract
-      does not fix their order. The default, normal floats, shows every change
-      in order and rounding.
-    specials: whether to put zeros of both signs, denormals, infinities and NaNs
-      of both kinds among the numbers.
+      multiplies and adds exactly in any order. Needed for sums whose order the
+      contract leaves open. The default, normal floats, shows every change in
+      order and rounding.
+    specials: whether to draw also zeros, denormals, infinities and NaNs of both
+      signs.
     routing_weights: weights for `ep_prepare`, in the shape of the routing.
   """
 
@@ -77,7 +77,7 @@ class Case:
 
   @property
   def routing(self):
-    """Returns what `ep_prepare` gets."""
+    """Returns the arguments of `ep_prepare` after the layer."""
     if self._routing_weights is None:
       return (self.topk_idx,)
     return self.topk_idx, self._routing_weights
@@ -91,11 +91,11 @@ class Case:
     return self._numbers((*self._lead, self._hidden), dtype)
 
   def rows(self, dtype=jnp.float32):
-    """Draws rows `[R, C, H]`, also those that belong to no token."""
+    """Draws rows `[R, C, H]`, including the rows past the last token's."""
     return self._numbers((*self._received, self._hidden), dtype)
 
   def weights(self, dtype=jnp.float32):
-    """Draws weights `[R * T, K]` that are distinct in each dtype of ours."""
+    """Draws weights `[R * T, K]` that are distinct in each supported dtype."""
     shape = (*self._lead, self.layer.top_k)
     return self._distinct(shape).astype(dtype)
 
@@ -139,7 +139,7 @@ class Case:
     return errors
 
   def check_error(self, words, fn, *arrays):
-    """Checks that `run` fails on every rank, and each error has all words."""
+    """Checks that every rank's error of `run` contains all words."""
     for error in self.errors(fn, *arrays).values():
       for word in words:
         assert word in error
@@ -155,12 +155,12 @@ class Case:
     return self._with_specials(numbers[..., None])[..., 0]
 
   def _with_specials(self, rows):
-    """Puts special values among the numbers, if the case asks for them."""
+    """Replaces some numbers by special values, if the case has `specials`."""
     return _numbers.with_specials(self._rng, rows) if self._specials else rows
 
 
 def large_case(routing, mesh="ep4"):
-  """Returns a case with rows of many cache lines, chunks and pages."""
+  """Returns a case whose rows span many cache lines, chunks and pages."""
   lead, hidden = (64,), 2504
   wide = group(mesh, max_tokens_per_rank=lead[0], hidden_dim=hidden)
   return Case(ep.EpLayerConfig(wide), routing, lead=lead, hidden=hidden)
@@ -180,8 +180,7 @@ def _prepare(layer, routing):
 
 
 def run_on(mesh, case, fn, *arrays):
-  """Runs `fn` of the ops in a `shard_map` over `mesh`, not the group's."""
-
+  """Runs `fn` in a `shard_map` over `mesh` instead of the group's mesh."""
   sharded = spec(case.layer)
   program = jax.jit(
     jax.shard_map(
@@ -224,10 +223,10 @@ def lower(*claims, view=global_view, platforms=None):
 
 
 def exchanges(compiled):
-  """Returns the sorted names of our exchanges in a compiled program."""
-  # Buffers of rows are made by calls as well, and are no exchanges.
+  """Returns the sorted names of ep's exchanges in a compiled program."""
+  # Two custom calls make buffers; all others exchange rows.
   call = r'custom_call_target="(?!ep_unwritten|ep_retyped)'
-  # backend="xla" has collectives of counts, or of rows [P, n, H].
+  # backend="xla" exchanges counts, or rows [P, n, H], by XLA's collectives.
   counts = r' all-gather\(.*op_name="[^"]*/(?=ep_prepare\[)'
   rows = r',\d+,\d+\]\S* all-to-all\(.*op_name="[^"]*/(?=ep_\w+\[)'
   pattern = rf"(?:{call}|{counts}|{rows})(ep_\w+)"
@@ -237,8 +236,7 @@ def exchanges(compiled):
 def run(*claims, view=global_view, optimized=False):
   """Runs one program that computes all claims.
 
-  With `optimized`, XLA compiles as it does for users, even if conftest.py asks
-  it to compile quickly.
+  With `optimized`, XLA optimizes the code even if conftest.py turns that off.
   """
   program, args = _program_and_args(claims, view, optimized)
   with within_limits():
@@ -276,21 +274,21 @@ def _rounded(wire, rows):
 
 
 def rounded(wire, rows):
-  """Returns rows as a wire brings them."""
+  """Returns the rows after a round trip through the narrow dtype `wire`."""
   return np.asarray(_rounded(wire, rows))
 
 
 @functools.cache
 def jit_quickly(fn):
-  """Jits `fn` with fast compilation, since it runs only once or twice."""
+  """Jits `fn` and compiles it quickly, for functions that run once or twice."""
   return jax.jit(fn, compiler_options={} if GPU else quick_compiler.QUICK)
 
 
 def assert_same(actual, expected):
   """Checks that two trees of arrays have the same structure, dtypes and bits.
 
-  A NaN equals any other, except in arrays that are `Moved`. On GPUs, floats
-  that are not `Moved` may differ by the roundings of a sum.
+  Any two NaNs are equal, except in `Moved` arrays. On GPUs, floats outside
+  `Moved` arrays may differ by the rounding errors of a sum.
   """
   jax.tree.map(
     _assert_same_leaf, actual, expected, is_leaf=lambda x: isinstance(x, Moved)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a pytest process one rank of a test world; every test imports it.
+"""Makes a pytest process one rank of a process layout; every test imports it.
 
-Worlds are named processes x devices of each. A test file runs in any of them:
+A layout is named processes x devices per process. A test file runs in any:
 
     python -m pytest tests/foo_test.py                                    # 1x4
     python -m ep launch --num_processes=4 -m pytest tests/foo_test.py     # 4x1
     ./bazelw test //tests:foo_test_1x4_cpu //tests:foo_test_2x2_cpu
 
-Every process runs every test, so a test is an SPMD program: it builds the same
-numpy arrays everywhere (from a fixed seed), and takes every branch that leads
-to a collective everywhere. Expected values are whole arrays, and each process
-compares its own shards with them. A check needs no collective, so a failure on
-one rank cannot make another hang in the check. Where a failure does make ranks
-wait, `TIMEOUT_S` limits how long: pass it to `ep_bootstrap`.
+Every process runs every test, so a test is an SPMD program: all processes
+build the same NumPy arrays from a fixed seed, and all take the branches that
+lead to a collective. Expected values are whole arrays. Each process compares
+its shards with them without a collective, so a failure on one rank cannot make
+another rank hang in the check. Elsewhere a failure may make other ranks wait:
+pass `TIMEOUT_S` to `ep_bootstrap` to limit that wait.
 
     from conftest import assert_shards_equal, make_mesh, to_global
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 import quick_compiler
 
-# Plain pytest is the 1x4 world.
+# Plain pytest runs as 1x4.
 if "JAX_COORDINATOR_ADDRESS" not in os.environ:
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ["XLA_FLAGS"] = (
@@ -34,9 +34,8 @@ if "JAX_COORDINATOR_ADDRESS" not in os.environ:
   )
 
 # XLA:CPU compiles a program in a third of the time if it does not optimize
-# the code. The code that users get is tested on the host backend in the 1x4
-# world, by the files that BUILD does not compile quickly there as well, and on
-# the xla backend by xla_backend_test.
+# the code. Optimized code is tested as 1x4: on the host backend by the tests
+# without quick_compiler in BUILD, and on the xla backend by xla_backend_test.
 if "cuda" not in os.environ.get("JAX_PLATFORMS", "") and (
   os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
   or os.environ.get("EP_TEST_BACKEND") == "xla"
@@ -62,7 +61,7 @@ TIMEOUT_S = 20.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  """Adds options for the length of tests; defaults depend on the world."""
+  """Adds options for the length of tests; defaults depend on the processes."""
 
   def option(name, one, four, more=0):
     count = jax.process_count()
@@ -84,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
   config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-  """Keeps the first case of each test function, if `--first_cases` asks so."""
+  """Keeps only the first case of each test function with `--first_cases`."""
   if not config.option.first_cases:
     return
   seen, kept, others = set(), [], []
@@ -115,18 +114,18 @@ def make_mesh(
 ) -> Mesh:
   """Returns a mesh of the first devices, as `make_mesh({"dp": 2, "ep": 2})`.
 
-  The axes are Auto unless `axis_types` says otherwise. Skips the calling test
-  when there are too few devices, and, with more than one process, when the mesh
-  would not hold every device: the processes left out could not take part. The
-  world alone decides, so either all processes skip or none does; the 1x4 world
-  runs every mesh of up to 4 devices.
+  The axes are Auto by default. Skips the calling test if there are too few
+  devices. With several processes, also skips it if the mesh leaves out devices,
+  whose processes could not take part. Both conditions depend on the process
+  layout only, so all processes skip or none does. 1x4 runs every mesh of up to
+  4 devices.
   """
   size = math.prod(axes.values())
-  world = f"{jax.process_count()}x{jax.local_device_count()}"
+  layout = f"{jax.process_count()}x{jax.local_device_count()}"
   if size > jax.device_count():
-    pytest.skip(f"a mesh of {size} does not fit the {world} world")
+    pytest.skip(f"{layout} has too few devices for a mesh of {size}")
   if size < jax.device_count() and jax.process_count() > 1:
-    pytest.skip(f"a mesh of {size} leaves out processes of the {world} world")
+    pytest.skip(f"a mesh of {size} leaves out processes of {layout}")
   return jax.make_mesh(
     tuple(axes.values()),
     tuple(axes),
@@ -138,7 +137,7 @@ def make_mesh(
 def to_global(
   array: np.ndarray, mesh: Mesh, spec: PartitionSpec = PartitionSpec()
 ) -> jax.Array:
-  """Returns a global array of `array`, which all processes hold alike."""
+  """Returns a global array of `array`, which is the same on all processes."""
   array = np.asarray(array)
   return jax.make_array_from_callback(
     array.shape, NamedSharding(mesh, spec), lambda index: array[index]
@@ -150,9 +149,9 @@ def assert_shards_equal(
 ) -> None:
   """Fails unless this process's shards of `actual` have the expected bits.
 
-  Shape and dtype are compared too, and +0.0 differs from -0.0. A NaN equals any
-  NaN, unless `nan_bits` asks for its very bits. The message gives the first
-  difference at its global index.
+  Also compares shape and dtype. +0.0 differs from -0.0. Any two NaNs are equal
+  unless `nan_bits` is set. The message gives the global index of the first
+  difference.
   """
   expected = np.asarray(expected)
   assert actual.shape == expected.shape
@@ -177,9 +176,9 @@ def assert_shards_equal(
 
 
 def assert_alike(actual: Any, expected: Any) -> None:
-  """Fails unless this process's shards of two trees of arrays are equal.
+  """Fails unless this process's shards of two trees have the same bits.
 
-  They are global arrays, of two programs that must give the same bits.
+  The leaves are global arrays.
   """
 
   def check(x, y):
@@ -196,7 +195,7 @@ def assert_shards_close(
 ) -> None:
   """Fails unless this process's shards of `actual` are near to `expected`.
 
-  It is for results that the numeric contract leaves to XLA, such as matmuls.
+  For results that the numeric contract leaves to XLA, such as matmuls.
   """
   assert actual.shape == expected.shape
   for shard in actual.addressable_shards:

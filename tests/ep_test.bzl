@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The macro that runs pytest files in several worlds."""
+"""Defines the macro that runs pytest files in several process layouts."""
 
 load("@rules_python//python:defs.bzl", "py_test")
 
-# With one of the flags of quick_compiler.py, different programs of one model
-# still round alike, while with both they do not; see docs/training.md.
+# With only one flag of quick_compiler.py, different programs of one model give
+# the same bits. With both flags they do not; see docs/training.md.
 QUICK_AND_ALIKE = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }
@@ -12,8 +12,8 @@ QUICK_AND_ALIKE = {
 # Bazel's limits for a test of each size, in seconds.
 _LIMITS = {"small": 60, "medium": 300, "large": 900}
 
-# A variant has JAX's name of the platform, a variable that names the backend if
-# it is not the platform's own, dependencies, and JAX's tags.
+# platform is JAX's name of it; backend sets EP_TEST_BACKEND for a backend that
+# is not the platform's default; tags are JAX's.
 _VARIANTS = {
     "cpu": struct(platform = "cpu", backend = {}, deps = [], tags = []),
     "gpu": struct(
@@ -31,16 +31,16 @@ _VARIANTS = {
 }
 
 def _cores(world):
-    """Returns how many cores the test asks for; processes wait for each other."""
+    """Returns the cores to reserve; half of the processes wait at any time."""
     processes = int(world.split("x")[0])
     return (processes + 1) // 2
 
 def _on_cpu(worlds, xla):
-    """Returns (world, variant) of each test for the CPU."""
+    """Returns (layout, variant) of each CPU test."""
     return [(world, "cpu") for world in worlds] + [(world, "xla") for world in xla]
 
 def _on_gpu(worlds, gpu):
-    """Returns (world, variant) of the test for GPUs, one of which is a rank's."""
+    """Returns (layout, variant) of the GPU test, with one GPU per rank."""
     if gpu == None:
         gpu = any([not world.startswith("1x") for world in worlds])
     return [("4x1", "gpu")] if gpu else []
@@ -59,34 +59,32 @@ def ep_test(
         data = [],
         env = {},
         **kwargs):
-    """Defines a py_test per world and platform, <name>_<world>_<platform>.
+    """Defines a py_test per process layout and platform.
 
-    A suite, <name>, is all of those for the CPU. Those for GPUs are left out of
-    test runs without --config=gpu; see docs/gpu.md. Those named <name>_<world>_xla
-    are on the CPU, too, with backend="xla" in place of the platform's.
+    The tests are named <name>_<layout>_<platform>. The suite <name> has all CPU
+    tests. Only --config=gpu runs GPU tests; see docs/gpu.md. <name>_<layout>_xla
+    runs on the CPU with backend="xla".
 
     Args:
       name: of the suite.
-      srcs: the files, which each process runs one after another: <name>.py unless
-        others are named. A process takes longer to start than many files run.
-      worlds: "2x2" stands for 2 processes with 2 devices each, in which ranks
-        exchange rows both within a process and between two. Tests of what
-        processes do with each other name "4x1"; each process compiles all
-        programs, so that takes twice as long. A test of plain Python, or of one
-        device, names one world.
-      gpu: whether the test runs on GPUs, as 4x1: by default, if one of its
-        worlds has several processes.
-      xla: the worlds in which backend="xla" is tested as well; XLA takes long
-        to compile it.
-      first_cases: whether each test function runs only with its first parameters
-        in the world 2x2. It shows what a second process changes. How shapes and
-        options change results is seen in 1x4, at half the time.
+      srcs: test files that each process runs one after another; default: <name>.py.
+        Starting a process takes longer than running many files.
+      worlds: process layouts. "2x2" stands for 2 processes with 2 devices each:
+        ranks exchange rows within a process and between processes. Tests of
+        interprocess behavior name "4x1", which takes twice as long because each
+        process compiles all programs. A test of plain Python or of one device
+        names one layout.
+      gpu: whether the test runs on GPUs, as 4x1; default: whether one of the
+        layouts has several processes.
+      xla: the layouts that also test backend="xla", which compiles slowly.
+      first_cases: whether 2x2 runs each test function only with its first
+        parameters. 2x2 shows the effect of a second process; 1x4 shows the effect
+        of shapes and options in half the time.
       smoke: the variants, as "4x1_cpu", that //tests:smoke runs.
-      quick_compiler: whether XLA:CPU may leave code as it is in worlds of one
-        process. In those of many processes it always does; see conftest.py.
-      size: Bazel's size. XLA's compiler takes most of a test's time. The
-        launcher ends the ranks somewhat before Bazel would end the test, and
-        their logs then have their stacks.
+      quick_compiler: whether XLA:CPU skips optimizations in layouts of one process.
+        With several processes it always skips them; see conftest.py.
+      size: Bazel's size. XLA's compiler takes most of a test's time. The launcher
+        terminates the ranks before Bazel's limit and logs their stacks.
       deps: dependencies of the files besides //tests:harness.
       data: files that the tests read besides themselves.
       env: further variables of the ranks.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the groups and layers of the tests, for the backend under test."""
+"""Makes groups and layers for the backend under test."""
 
 import contextlib
 import copy
@@ -16,14 +16,14 @@ import pytest
 from conftest import make_mesh, TIMEOUT_S
 import ep
 
-# The backend of the ops under test; None selects the platform's own.
+# The backend of the ops under test; None selects the platform's default.
 BACKEND = os.environ.get("EP_TEST_BACKEND")
 
 # On GPUs, results differ from the contract by rounding, sizes have limits, and
 # errors are reported later (docs/gpu.md).
 GPU = jax.default_backend() == "gpu"
 
-# Tokens of a rank, hidden size, experts, choices of a token.
+# Tokens per rank, hidden size, experts, choices per token.
 T, H, E, K = 5, 7, 8, 3
 
 MESHES = {
@@ -40,9 +40,9 @@ def not_with_xla(reason):
   return pytest.mark.skipif(BACKEND == "xla", reason=f"xla: {reason}")
 
 
-# Marks a test of what several processes do as one does. Each GPU has a process.
+# Marks a test that several processes would only repeat. Each GPU has a process.
 of_one_process = pytest.mark.skipif(
-  jax.process_count() > 1 and not GPU, reason="worlds of one process show it"
+  jax.process_count() > 1 and not GPU, reason="one process suffices"
 )
 
 has_no_limits = pytest.mark.skipif(
@@ -66,7 +66,7 @@ def bootstrap(mesh, **overrides):
 
 @contextlib.contextmanager
 def within_limits():
-  """Skips the test, with the error as reason, if it exceeds a GPU limit."""
+  """Skips the test, with the error as reason, if a size exceeds a GPU limit."""
   try:
     yield
   except ValueError as e:
@@ -77,7 +77,7 @@ def within_limits():
 
 @contextlib.contextmanager
 def failing(group):
-  """Expects that ops of the group fail in the block; yields pytest's error."""
+  """Expects an `EpError` of the group in the block; yields pytest's error."""
   with pytest.raises(ep.EpError) as error:
     yield error
     group.check()
@@ -85,7 +85,7 @@ def failing(group):
 
 @functools.cache
 def group(mesh="ep4", axis_type=AxisType.Auto, **options):
-  """Returns a group that tests share until the process ends."""
+  """Returns a group that all tests of this process share."""
   axes = MESHES[mesh]
   with within_limits():
     return bootstrap(make_mesh(axes, (axis_type,) * len(axes)), **options)
@@ -94,7 +94,7 @@ def group(mesh="ep4", axis_type=AxisType.Auto, **options):
 def layer(mesh="ep4", axis_type=AxisType.Auto, **options):
   """Returns a layer of a shared group.
 
-  On GPUs a group has a largest capacity, which follows these options.
+  On GPUs the options determine the group's maximum capacity.
   """
   sizes = ("alignment", "top_k") if GPU else ()
   shared = {k: options[k] for k in sizes if k in options}
@@ -102,14 +102,14 @@ def layer(mesh="ep4", axis_type=AxisType.Auto, **options):
 
 
 def with_values(group, **changes):
-  """Returns a group that says other values than it was bootstrapped with."""
+  """Returns a copy of the group with other configuration values."""
   connection = copy.copy(group.connection)
   connection.group = dataclasses.replace(connection.group, **changes)
   return ep.EpGroup(connection)
 
 
 def ranks(layer):
-  """Returns how many ranks hold distinct tokens."""
+  """Returns the number of ranks with distinct tokens."""
   shape = layer.group.mesh.shape
   return math.prod(shape[axis] for axis in _axes(layer))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of `ep.MoE` and `ep.moe_layer` on whole arrays, which tests compare."""
+"""Runs `ep.MoE` and `ep.moe_layer` on whole arrays."""
 
 import functools
 
@@ -12,13 +12,13 @@ import ep
 
 
 def draw_params(config, draw):
-  """Returns whole parameters, `draw(shape)` of each in float32."""
+  """Returns whole parameters, each `draw(shape)` in float32."""
   shapes = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), config))
   return {n: np.float32(draw(s.shape)) for n, s in sorted(shapes.items())}
 
 
 def in_slots(placement, params):
-  """Returns whole parameters with experts in the order of the slots."""
+  """Returns whole parameters with the experts in slot order."""
   return {
     n: p[placement.experts] if n.startswith(("w_", "b_")) else p
     for n, p in params.items()
@@ -33,7 +33,7 @@ def put(layer, params, *tokens):
 
 
 def whole(tree):
-  """Returns arrays as each process has them whole."""
+  """Returns whole NumPy arrays on every process."""
   if jax.process_count() == 1:
     return jax.tree.map(np.asarray, tree)
   everywhere = jax.tree.map(
@@ -51,7 +51,7 @@ def _same(tree):
 def step_of(layer, view="global"):
   """Returns a program of outputs, metrics and gradients.
 
-  Equal layers share it, so that XLA compiles it once.
+  XLA compiles one program for equal layers.
   """
 
   def step(params, x, ct, state, placement):
@@ -75,7 +75,7 @@ def step_of(layer, view="global"):
 
 
 def run_step(layer, params, *tokens, view="global", state=None, placement=None):
-  """Returns what `step_of` does, of whole arrays and in such."""
+  """Runs `step_of(layer)` on whole arrays and returns whole arrays."""
   args, *others = put(layer, params, *tokens)
   return whole(step_of(layer, view)(args, *others, state, placement))
 
@@ -98,7 +98,7 @@ def _forward_of(layer):
 def run_forward(
   layer, params, x, forced_idx=None, mask=None, state=None, placement=None
 ):
-  """Returns outputs and metrics of whole arrays, and in such."""
+  """Returns outputs and metrics as whole arrays."""
   args = put(layer, params, x, forced_idx, mask)
   return whole(_forward_of(layer)(*args, state, placement))
 
@@ -142,12 +142,12 @@ def put_moe(layer, topk_idx, tokens, weights, matrices, *others):
 
 
 def run_moe_step(layer, *arrays, **options):
-  """Returns what `moe_step_of` does, of whole arrays and in such."""
+  """Runs `moe_step_of(layer)` on whole arrays and returns whole arrays."""
   return whole(moe_step_of(layer, **options)(*put_moe(layer, *arrays)))
 
 
 def assert_same_bits(actual, expected):
-  """Fails unless two trees of whole arrays are equal; -0 and +0 are not."""
+  """Fails unless two trees of whole arrays are equal; -0 differs from +0."""
 
   def check(a, b):
     assert a.dtype == b.dtype
@@ -158,7 +158,7 @@ def assert_same_bits(actual, expected):
 
 
 def assert_close(actual, expected, rtol, atol):
-  """Fails unless two trees of whole arrays are near each other."""
+  """Fails unless two trees of whole arrays are close."""
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), actual, expected
   )

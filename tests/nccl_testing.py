@@ -26,9 +26,9 @@ def gpu(process: int = 0, cuda: int = 13000, **attributes: Any) -> Any:
 
 
 def load_fake_nccl() -> None:
-  """Loads the fake of CUDA, NCCL and NCCL EP.
+  """Loads the fake CUDA, NCCL and NCCL EP libraries.
 
-  The backend finds these libraries in the process, and loads no others.
+  The backend then uses the loaded libraries and loads no others.
   """
   ctypes.CDLL(os.environ["FAKE_NCCL"], ctypes.RTLD_GLOBAL)
 
@@ -37,16 +37,16 @@ def load_fake_nccl() -> None:
 def rank_threads(
   num_ranks: int,
 ) -> Iterator[Callable[[Callable[[int], Any]], list[Any]]]:
-  """Yields a function that calls another one with each rank on its thread.
+  """Yields a function that calls another function on each rank's thread.
 
-  The ranks are threads, because the fake is one machine in one process.
+  The ranks are threads because the fake libraries simulate one process.
   """
   with concurrent.futures.ThreadPoolExecutor(num_ranks) as threads:
     yield lambda function: list(threads.map(function, range(num_ranks)))
 
 
 class HostEngine(NcclConnection):
-  """Lowers as "nccl" does, to the host engine; checks what NCCL EP demands."""
+  """Lowers like "nccl", calls the host engine, and checks NCCL EP's limits."""
 
   borrows = False
 

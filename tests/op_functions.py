@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the ops under test, and the functions of them that tests check.
+"""Defines the ops under test, and functions that call them.
 
-Such a function takes `Ops` or the `Oracle` of oracle.py, which has the same
-methods.
+Each function takes `Ops`, or the `Oracle` of oracle.py with the same methods.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ import ep
 
 
 class Sizes(NamedTuple):
-  """The leaves of a handle that the contract states; not `mem`."""
+  """The leaves of a handle that the contract defines: all but `mem`."""
 
   group_sizes: jax.Array
   token_counts: jax.Array
@@ -47,7 +46,7 @@ class Ops:
 
 
 class LocalOps(Ops):
-  """The ops of one rank, inside `shard_map`, with shapes of the global view."""
+  """Calls the ops inside `shard_map`, with shapes of the global view."""
 
   def sizes(self):
     *of_rank, kept = super().sizes()
@@ -81,7 +80,7 @@ def round_trip(ops, tokens, weights):
 
 
 def block(ops, tokens, weights, *_):
-  """Squares what each rank receives, in place of experts."""
+  """Dispatches, squares the rows instead of applying experts, and combines."""
   recv, recv_weights = ops.dispatch(tokens, weights)
   return ops.combine(recv * recv, recv_weights)
 
@@ -95,13 +94,13 @@ def block_and_back(ops, tokens, weights, g):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Moved:
-  """Arrays whose elements are only copied, so that NaNs keep their bits."""
+  """Arrays whose elements are copies, so that NaNs keep their bits."""
 
   arrays: tuple[jax.Array, ...]
 
 
 def everything(ops, tokens, weights, rows, row_weights):
-  """Applies every op to its own inputs."""
+  """Applies every op to separate inputs."""
   g_tokens, g_weights = ops.dispatch_bwd((tokens, weights), (rows, row_weights))
   return dict(
     sizes=ops.sizes(),

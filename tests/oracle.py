@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the oracle, which computes the ops with the reference."""
+"""Defines the oracle, which computes the ops with ep/_src/ops/reference.py."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from op_functions import Sizes
 
 
 class Differentiated(Exception):
-  """An oracle of NumPy arrays was called with traced arrays."""
+  """Raised if an oracle of NumPy arrays is called with traced arrays."""
 
 
 @jax.tree_util.register_dataclass
@@ -23,8 +23,8 @@ class Differentiated(Exception):
 class Oracle:
   """Has the methods of `Ops`, and applies the reference to each EP domain.
 
-  It takes NumPy arrays. As an argument of a jitted function it is traced; then
-  it takes JAX arrays, and functions of it can be differentiated.
+  The methods take NumPy arrays. As an argument of a jitted function the oracle
+  is traced; its methods then take JAX arrays and are differentiable.
   """
 
   routings: tuple[reference.Routing, ...]  # one for each domain
@@ -71,7 +71,7 @@ class Oracle:
   def _map(self, fn, kinds, *arrays):
     """Returns `fn(routing, *arrays)` for the arrays of each domain.
 
-    `kinds` has a letter for each array and each result, as in "tt->rr": "t" for
+    `kinds` has a letter per array and per result, as in "tt->rr": "t" for
     tokens `[R * T, ...]` of the global view, "r" for rows `[R, ...]`.
     """
     traced = isinstance(self.routings[0].slot, jax.core.Tracer)
@@ -101,7 +101,7 @@ class Oracle:
 def make_oracle(layer, topk_idx, weights=None):
   """Returns the oracle of a routing `[R * T, K]`.
 
-  The weights have its shape, and order drops if `layer.drop_by` asks for them.
+  The weights have the routing's shape, and decide drops by `layer.drop_by`.
   """
   sizes, ids = _sizes(layer, topk_idx), _of_domains(layer, topk_idx)
   rule = "slot" if weights is None else layer.drop_by or "fair"

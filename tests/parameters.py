@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of test functions, which several files share."""
+"""Parameters that several test files share."""
 
 import jax.numpy as jnp
 import pytest
@@ -24,5 +24,5 @@ LAYERS = pytest.mark.parametrize(
   ids=str,
 )
 
-# The leading dimensions of one rank's tokens.
+# Leading dimensions of one rank's tokens.
 LEADING_DIMS = pytest.mark.parametrize("lead", [(1, 2, 2), (T - 2,)], ids=str)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the programs of this repository, which start ranks themselves."""
+"""Runs the repository's programs, which start ranks."""
 
 import os
 import subprocess
@@ -11,9 +11,9 @@ import pytest
 
 
 def environment(**variables):
-  """Returns what a program needs to import what this process does.
+  """Returns an environment with this process's import path.
 
-  This test may be a rank, and the program is not one.
+  Removes the rank's variables, because the program is no rank of this test.
   """
   inherited = {**os.environ}
   inherited.pop("JAX_COORDINATOR_ADDRESS", None)
@@ -22,7 +22,7 @@ def environment(**variables):
 
 
 def run(*argv):
-  """Runs a program as a user does, and returns its exit code and output."""
+  """Runs a program, and returns its exit code and output."""
   done = subprocess.run(
     [sys.executable, *map(str, argv)],
     env=environment(),
@@ -36,7 +36,7 @@ def run(*argv):
 def run_here(main, flags, monkeypatch, capfd):
   """Runs a program in this process, and returns its exit code and output.
 
-  Another process would import JAX, which takes a second.
+  Avoids the second that another process needs to import JAX.
   """
   monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
   monkeypatch.setattr(sys, "argv", ["program", *flags])
@@ -47,7 +47,7 @@ def run_here(main, flags, monkeypatch, capfd):
 
 
 def refusal(main, flags, monkeypatch, capfd):
-  """Returns the output of a program that ends with an error in this process."""
+  """Runs a program that must fail in this process, and returns its output."""
   code, output = run_here(main, flags, monkeypatch, capfd)
   assert code != 0
-  return output + str(code)  # Python prints an exit code that is a text.
+  return output + str(code)  # Python prints a string passed to sys.exit.

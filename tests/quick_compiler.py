@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options with which XLA:CPU compiles a program in a third of the time.
 
-XLA then leaves the code as it is. The operations are the same.
+XLA then does not optimize the code. The operations are the same.
 """
 
 from jaxlib import version
 
 QUICK = {"xla_backend_optimization_level": 0}
-# These are XLA's defaults, for a process whose flags ask for the others.
+# XLA's defaults, for a process whose flags select QUICK.
 OPTIMIZED = {"xla_backend_optimization_level": 3}
 
-# Newer versions emit fusions in one way only, and refuse the option.
+# Newer versions have one fusion emitter, and reject the option.
 if tuple(map(int, version.__version__.split(".")[:2])) < (0, 11):
   QUICK["xla_cpu_use_fusion_emitters"] = False
   OPTIMIZED["xla_cpu_use_fusion_emitters"] = True

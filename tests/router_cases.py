@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits that the tests of the router share."""
+"""Draws logits for the router's tests."""
 
 import numpy as np
 

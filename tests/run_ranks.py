@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a pytest file in every process of a world, as each `ep_test` does.
+"""Runs pytest files in every process of a process layout, for `ep_test`.
 
     run_ranks.py --world=4x1 tests/foo_test.py [pytest arguments...]
 
@@ -13,8 +13,8 @@ import re
 import subprocess
 import sys
 
-# The launcher needs no JAX, whose import takes a second of every test. So the
-# package ep, which imports JAX, is here without its __init__.py.
+# The launcher needs no JAX, and importing JAX takes a second. ep/__init__.py
+# imports JAX, so this program does not run ep/__init__.py.
 _PACKAGE = importlib.util.find_spec("ep")
 sys.modules["ep"] = importlib.util.module_from_spec(_PACKAGE)
 
@@ -25,16 +25,15 @@ assert "jax" not in sys.modules
 
 # Variables for a native library that was built with a sanitizer.
 _SANITIZER_OPTIONS = {
-  # Python and JAX exit without freeing all of their memory. The C++ tests look
-  # for leaks.
+  # Python and JAX exit without freeing all memory. The C++ tests detect leaks.
   "ASAN_OPTIONS": "detect_leaks=0",
-  # JAX, NumPy, Python and the code that XLA generates are not instrumented.
-  # TSan sees only their accesses through libc, and few of their locks.
-  # ep_ffi/handlers/tsan.h tells TSan how XLA orders our ops.
+  # JAX, NumPy, Python and XLA's generated code are not instrumented. TSan sees
+  # only their accesses through libc, and few of their locks.
+  # ep_ffi/handlers/tsan.h tells TSan how XLA orders ep's ops.
   "TSAN_OPTIONS": "ignore_noninstrumented_modules=1",
   "UBSAN_OPTIONS": "print_stacktrace=1",
-  # Sanitizers write to a file descriptor. By default, pytest captures that, and
-  # would drop their reports when a test passes.
+  # Sanitizers write to a file descriptor. By default, pytest captures the
+  # descriptor and drops the report of a test that passes.
   "PYTEST_ADDOPTS": "--capture=sys",
 }
 
@@ -42,9 +41,9 @@ _SANITIZER_OPTIONS = {
 def sanitizer_environment() -> dict[str, str]:
   """Returns the variables that a native library with a sanitizer needs.
 
-  The sanitizer's runtime must be loaded before the functions that it
-  intercepts, and Python is not linked with it, so it is preloaded. The C++
-  library is preloaded too, because ASan looks up `__cxa_throw` only once.
+  Python is not linked with the sanitizer's runtime. LD_PRELOAD loads the
+  runtime before the functions that it intercepts, and loads the C++ library
+  because ASan looks up `__cxa_throw` only once.
   """
   library = os.environ.get("EP_FFI_LIBRARY_PATH") or shipped_files.in_runfiles(
     "jax_ep/ep_ffi/libep_ffi_cpu.so"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts worlds whose ranks may end in any way.
+"""Starts ranks that may exit in any way, even by a signal.
 
-A test starts a world with a program, which may be its own file. Each rank calls
-`main` of the program with a folder for notes. A rank leaves a note there when
-it has seen what it should see, so the test does not depend on how the ranks
-end.
+A test starts ranks with a program, which may be the test's file. Each rank
+calls `main` of the program with a folder for notes. A rank writes a note after
+its checks passed, so the test does not depend on the ranks' exit codes.
 """
 
 import os
@@ -21,7 +20,7 @@ RANKS = 4
 
 
 def run_world(program, notes, *args, processes=RANKS, devices=1, env=None):
-  """Runs `program` as every process, and returns their last notes by number."""
+  """Runs `program` in every process, and returns the last notes by rank."""
   temporary = notes / "tmp"
   temporary.mkdir()
   launch.launch(
@@ -41,14 +40,14 @@ def run_world(program, notes, *args, processes=RANKS, devices=1, env=None):
 
 
 class Rank:
-  """The rank of such a world that this process is."""
+  """The rank that this process runs, for a program that `run_world` starts."""
 
   def __init__(self, notes):
     self.index = jax.process_index()
     self.notes = pathlib.Path(notes)
 
   def note(self, name, text=""):
-    """Leaves a note, in one atomic step."""
+    """Writes a note atomically."""
     draft = self.notes / f".{name}.{self.index}"
     draft.write_text(text)
     draft.rename(self.notes / name)
@@ -60,13 +59,13 @@ class Rank:
       time.sleep(0.02)
 
   def wait_for(self, notes, count=1):
-    """Waits until so many notes match the pattern."""
+    """Waits until `count` notes match the pattern."""
     self.wait_until(lambda: len(list(self.notes.glob(notes))) >= count)
 
   def leave(self, ranks):
-    """Ends this process when so many ranks are done.
+    """Exits this process when `ranks` ranks are done.
 
-    JAX's own shutdown would wait for ranks that have died.
+    Skips JAX's shutdown, which would wait for dead ranks.
     """
     self.note(f"done_{self.index}")
     self.wait_for("done_*", ranks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each benchmark runs, and rejects wrong results."""
+"""Tests that each benchmark runs and rejects wrong results."""
 
 import dataclasses
 import gc
@@ -30,8 +30,8 @@ SHAPE = workload_lib.Shape(tokens=6, hidden=5, top_k=2, num_experts=8)
 
 @pytest.mark.parametrize(
   "world, bound", [("1x4", "1e9"), ("2x2", "1e-9")]
-)  # "4x1" starts twice as many ranks
-def test_both_worlds_print_tables_and_a_verdict(
+)  # "4x1" would start twice as many processes.
+def test_both_layouts_print_tables_and_a_verdict(
   monkeypatch, capfd, world, bound
 ):
   flags = [
@@ -47,7 +47,7 @@ def test_both_worlds_print_tables_and_a_verdict(
   assert bool(code) != is_low, output
   verdict = "OK" if is_low else "FAILED"
   for op in ("prepare", "round_trip"):
-    assert f"{op}  {SHAPE}  float32  world {world}" in output, output
+    assert f"{op}  {SHAPE}  float32  processes {world}" in output, output
     assert f"{verdict}: {world} {SHAPE} float32 {op}: host is" in output
 
 
@@ -73,10 +73,10 @@ def test_grouped_matmuls_are_measured(capfd):
 
 @pytest.fixture
 def mesh():
-  """Makes the mesh of this process, and has XLA compile in half the time.
+  """Makes the mesh of this process, and makes XLA compile in half the time.
 
-  The meter of memory collects garbage before each op. What is alive before the
-  test is left out of that.
+  The memory meter collects garbage before each op. `gc.freeze` excludes the
+  objects that exist before the test.
   """
   jax.config.update("jax_disable_most_optimizations", True)
   gc.freeze()
@@ -144,7 +144,7 @@ def test_round_trips_materialize_the_rows_that_experts_would_read():
   mesh = jax.make_mesh(
     (jax.device_count(),), (workload_lib.AXIS,), axis_types=(AxisType.Auto,)
   )
-  # In this shape, received rows are most of the memory of a round trip.
+  # In this shape, received rows take most memory of a round trip.
   shape = workload_lib.Shape(tokens=6, hidden=512, top_k=8, num_experts=32)
   workload = _workload(mesh, shape=shape)
   inputs = workload.inputs(mesh, ["topk_idx", "tokens", "topk_weights"])
@@ -163,7 +163,7 @@ def test_round_trips_materialize_the_rows_that_experts_would_read():
   "dtype, op", [("float32", "moe_grad"), ("bfloat16", "moe")]
 )
 def test_every_layer_is_right(mesh, dtype, op):
-  """Contenders that only have other ops take no part."""
+  """Contenders without the op are left out."""
   workload = _workload(
     mesh,
     "with_unused_choices",
@@ -212,7 +212,7 @@ def test_ratios_are_of_rounds_and_of_the_best_contender(capsys):
   assert report.times_best_xla(of_case) == pytest.approx(2.0)
   assert report.gate(results, 3.9)
   assert not report.gate(results, 4.1)
-  assert not report.gate(_results(host=[1.0]), 0.0)  # nothing to compare with
+  assert not report.gate(_results(host=[1.0]), 0.0)  # no other contender
   assert not report.gate({}, 0.0)
   capsys.readouterr()
   report.print_tables(results)
@@ -228,7 +228,7 @@ def test_ratios_are_of_rounds_and_of_the_best_contender(capsys):
   [
     (["--shapes=1x2x3"], "'1x2x3' is no shape; choose among goals"),
     (["--shapes=8x8x2x6"], "E must be a multiple of the 4 ranks"),
-    (["--worlds=four"], "'four' is no world; write 4x1"),
+    (["--worlds=four"], "'four' is no process layout; write 4x1"),
     (["--shapes=8x8x2x8", "--capacity_factor=0.5"], "raise --capacity_factor"),
     (["--ops=sort"], "choose among prepare"),
     (["--contenders=me"], "choose among host"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dry_run plans and checks a step, as the page without_accelerators shows."""
+"""dry_run prints the output that docs/howto/without_accelerators.md shows."""
 
 import pathlib
 import re
@@ -23,15 +23,15 @@ def _lines(output):
 
 
 def test_the_program_prints_what_its_page_says(monkeypatch):
-  monkeypatch.setenv("XLA_FLAGS", quick_compiler.FLAGS)  # of no device count
+  monkeypatch.setenv("XLA_FLAGS", quick_compiler.FLAGS)  # No device count.
   code, output = programs.run(dry_run.__file__)
   assert code == 0, output
   shown = re.search(r"^64 devices, {.*?(?=```)", _PAGE.read_text(), re.M | re.S)
   assert _lines(output) == _lines(shown[0])
 
 
-def test_a_batch_that_is_split_otherwise_is_found(monkeypatch):
-  """XLA moves it to the ranks of the layer, which nobody meant."""
+def test_a_wrong_sharding_of_the_batch_is_found(monkeypatch):
+  """XLA would reshard the batch with a hidden all-to-all."""
   monkeypatch.setattr(dry_run, "TOKENS", P(None, *dry_run.TOKENS))
   mesh = make_mesh(dict(zip(dry_run.AXES, (1, 2, 2, 1), strict=True)))
   cfg = ep.presets.scaled(dry_run.MODEL, 64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MoE example gives the same bits in every world and detects deviations."""
+"""The MoE example gives the same bits in all layouts and detects deviations."""
 
 import os
 import re
@@ -14,7 +14,7 @@ import text
 
 @pytest.fixture(name="run")
 def run_of_program(monkeypatch, capfd):
-  """Returns a function that runs the example, and returns its output."""
+  """Returns a function that runs the example and returns the output."""
 
   def run(*given):
     code, output = programs.run_here(ep_moe.main, given, monkeypatch, capfd)
@@ -28,13 +28,13 @@ def _digests(output):
   return re.findall(r"^(output|grad of \w+) +([0-9a-f]{16})", output, re.M)
 
 
-def test_worlds_agree_bit_for_bit_and_with_the_dense_model(run):
+def test_layouts_agree_bit_for_bit_and_with_the_dense_model(run):
   one = run("--num_processes=1")
   assert "OK: no value deviates" in one
   names = ["output", *(f"grad of {name}" for name in ep_moe.SHARDING)]
   assert sorted(name for name, _ in _digests(one)) == sorted(names)
 
-  # One GPU has this backend.
+  # One rank on the xla backend, the default of a single GPU.
   alone = run("--dp=1", "--ep=1", "--num_processes=1", "--backend=xla")
   assert "1 x 1 (dp, ep) mesh, processes: 1" in alone
   assert "OK: no value deviates" in alone
@@ -85,7 +85,7 @@ def test_the_check_detects_a_wrong_value(capsys):
     deviations = ep_moe.relative_deviations(wrong, expected)
     assert ep_moe.verdict(deviations, 1e-6) == 1
     assert "FAILED: a: " in capsys.readouterr().out
-  # Rounding is not compared with rounding.
+  # A gradient that is only rounding error does not count.
   deviations = ep_moe.relative_deviations(
     {"grad": np.zeros(3)}, {"grad": np.full(3, 1e-18)}
   )

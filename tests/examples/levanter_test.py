@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levanter's `moe_mlp` with ep's exchange in the place of its own.
+"""Tests Levanter's `moe_mlp` with ep's exchange.
 
-Its claim is that of Levanter's own test of its backends: the values and the
-gradients of a dense computation, nothing dropped, and padding counted. It needs
-`marin-levanter`, so a person runs it; see docs/howto/other_frameworks.md.
+Like Levanter's test of its backends, compares values and gradients with a dense
+computation, and checks the counts of drops and padding. CI does not run this
+test, because it needs `marin-levanter`; see docs/howto/other_frameworks.md.
 """
 
 import math
@@ -23,7 +23,7 @@ T, H, F, E, K = 32, 8, 12, 8, 2
 
 
 def _through(group):
-  """Returns what takes the place of `_moe_mlp_ep_ragged_a2a_local`."""
+  """Returns a replacement of `_moe_mlp_ep_ragged_a2a_local`."""
 
   def of_rank(
     x,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes compute what a dense model does, or the functions of ep.moe.
+"""The recipes agree with a dense model, or with the functions of ep.moe.
 
-Modules of Flax and Equinox are trained beside the functions, bit for bit. The
-call sites of frameworks are compared with a model in which every expert
-computes every token: outputs, and the gradients of all that they read.
+Modules of Flax and Equinox train with the same bits as the functions. For the
+recipes for other frameworks, compares outputs and all gradients with a model in
+which every expert computes every token.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from recipes import equinox_moe, flax_moe, maxtext, transformer_engine
 B, S, H, F, E, K = 4, 4, 8, 16, 8, 2
 _CONFIG = ep.MoEConfig(hidden=H, inner=F, num_experts=E, top_k=K)
 _STEPS = 3
-# Weight decay would change a bias that an optimizer took for a parameter.
+# Weight decay would change the router's bias if it were a parameter.
 _OPTIMIZER = optax.adamw(1e-2, weight_decay=0.1)
 
 
@@ -67,7 +67,7 @@ def _loss(y, metrics):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _step(layer, x, params, state, optimizer):
-  """Takes a training step without a framework."""
+  """Runs a training step without a framework."""
 
   def loss_fn(params):
     y, metrics = layer(params, x, state)
@@ -123,7 +123,7 @@ def _train_equinox(layer, x):
   "train", [_train_flax, _train_equinox], ids=lambda f: f.__name__
 )
 def test_a_module_trains_as_the_layer_does(moe, x, train):
-  """Parameters and state have the same bits after a few steps."""
+  """Parameters and state have the same bits after `_STEPS` steps."""
   first, params, state = train(moe, x)
   want_state, optimizer = moe.init_state(), _OPTIMIZER.init(first)
   want = first
@@ -138,7 +138,7 @@ def test_a_module_trains_as_the_layer_does(moe, x, train):
 
 
 def test_an_equinox_module_maps_over_sequences(moe, x):
-  """Under vmap, as Equinox models are written, the results are the same."""
+  """`jax.vmap` over sequences, as in Equinox models, gives the same results."""
   make = eqx.nn.make_with_state(equinox_moe.MoE)
   model, state = make(moe, key=jax.random.key(0))
 
@@ -190,10 +190,10 @@ def expected():
 
 
 def _check(expected, group, specs, model, gathers=False):
-  """Fails unless a model of the values is the dense one, with its gradients.
+  """Fails unless loss and gradients of a model equal the dense model's.
 
-  XLA may gather some of the values if `gathers`. Returns what the model
-  returned beside the output.
+  XLA may gather some of the values if `gathers`. Returns the other results of
+  the model.
   """
   v = _values()
   args = {n: to_global(v[n], group.mesh, s) for n, s in specs.items()}
@@ -203,7 +203,7 @@ def _check(expected, group, specs, model, gathers=False):
     return jnp.mean((y - 1.0) ** 2), others
 
   compiled = jax.jit(jax.value_and_grad(fn, has_aux=True)).lower(args).compile()
-  # Only ep moves tokens. What has an underscore is written in a recipe.
+  # Only ep moves tokens. Recipes call the collectives with an underscore.
   meant = ["all-reduce", "reduce_scatter", "all_gather"]
   meant += ["all-gather", "reduce-scatter"] * gathers
   ep.assert_no_hidden_collectives(compiled, allow=meant)
@@ -255,7 +255,7 @@ def test_maxtext(expected, fsdp, tensor):
 
   def model(v, kernels, biases):
     gate, scores, config = v["x"] @ v["router"], None, _MIXTRAL
-    if tensor > 1:  # as DeepSeek does, with a bias of zero
+    if tensor > 1:  # As in DeepSeek, with a bias of zero.
       gate = scores = jax.nn.softmax(gate)
       config = _maxtext_config(*_DEEPSEEK, routed_score_func="sigmoid")
     return maxtext.sparse_matmul(
@@ -267,7 +267,7 @@ def test_maxtext(expected, fsdp, tensor):
       expected, layer.group, specs, model, gathers=fsdp > 1
     )
 
-  # Their formulas, in float64.
+  # MaxText's formulas, in float64.
   def softmax(x):
     return np.exp(x) / np.exp(x).sum(axis=-1, keepdims=True)
 
@@ -307,7 +307,7 @@ def test_maxtext(expected, fsdp, tensor):
     ),
   ],
 )
-def test_maxtext_refuses_what_its_recipe_does_not_compute(field, config):
+def test_maxtext_refuses_unsupported_fields(field, config):
   """The error names the field of MaxText's config."""
   scores = jnp.zeros((B, S, E))
   pre_bias = scores if config.model_name.startswith("deepseek3") else None
@@ -323,7 +323,7 @@ _SPECS = dict(
 
 def test_transformer_engine_ops(expected, layer):
   def of_rank(rows, counts, kernels, biases):
-    """Computes experts as their code does, from the counts alone."""
+    """Computes experts from the counts, as TransformerEngine's code does."""
     rows, sizes, (w0, w1, wo) = rows[0], counts[0], kernels
     ids = jnp.repeat(jnp.arange(len(w0)), sizes, total_repeat_length=len(rows))
     b0, b1, bo = (b[ids] for b in biases)

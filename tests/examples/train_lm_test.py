@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the training example: data, steps, and the folder of a run.
+"""Tests data, steps and run folder of the training example.
 
 //tests/examples:train_run_test starts the whole program.
 """
@@ -22,8 +22,8 @@ from lm import data, model
 from lm.checkpoint import RunFolder, Stop
 from lm.step import init, Step
 
-# If one read or write fails, orbax abandons the others. They then find no event
-# loop.
+# If one read or write fails, orbax abandons the others, and these raise, because
+# there is no event loop.
 pytestmark = pytest.mark.filterwarnings(
   "ignore::pytest.PytestUnraisableExceptionWarning"
 )
@@ -35,7 +35,7 @@ _CONFIG = model.Config(
   num_experts=4,
   top_k=2,
   wire=None,
-  # A shard of 24 tokens: means of it round, unlike those of 2^n tokens.
+  # A shard has 24 tokens: a mean over 24 tokens rounds, over 2^n it may not.
   batch=12,
   shards=4,
   length=8,
@@ -52,16 +52,16 @@ _TEXT = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8).astype(
 
 
 class _Program:
-  """A tiny model on a mesh, with its step."""
+  """A tiny model on a mesh, and its step."""
 
   def __init__(self, mesh, layer):
     self._step = Step(_CONFIG, layer, mesh)
     first = init(_CONFIG, mesh)
-    # A step takes the memory of its own copy.
+    # A step donates its state, so each run gets a copy.
     self.state = lambda: jax.tree.map(jnp.copy, first)
 
   def run(self, state, steps):
-    """Returns the state after `steps` steps in all, and the new reports."""
+    """Runs until step `steps`; returns the state and the new reports."""
     reports = []
     for number in range(int(state.step), steps):
       state, report = self._step(state, data.batch(_TEXT, number, _CONFIG))
@@ -92,7 +92,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, tmp_path):
   unbroken, reports = program.run(program.state(), 8)
   assert reports[-1]["loss"] < reports[0]["loss"]
   assert np.abs(unbroken.moe.bias.addressable_data(0)).max() > 0
-  # Beyond the schedule the rate stays, so any number of steps can be added.
+  # After the schedule the rate is constant, so a run can be extended.
   rates = [each["learning_rate"] for each in reports]
   assert rates[0] == 0 and max(rates) == rates[2] == np.float32(1e-2)
   np.testing.assert_allclose(rates[6:], 1e-3, rtol=1e-6)
@@ -109,7 +109,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, tmp_path):
 
 
 def test_the_dense_layer_is_an_moe_of_one_expert():
-  """It is as large as the experts that a token of the MoE model visits."""
+  """The layer is as large as the experts that a token of the MoE visits."""
   config = _CONFIG.dense
   assert (config.inner, config.num_experts) == (32, 1)
   layer = ep.MoE(config.moe, make_mesh({"dp": 4, "ep": 1}))
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_another_run_is_refused(program, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_not_continued(program, tmp_path):
-  """Whatever happens to a file, the state is right or a sentence has a cure."""
+  """With a damaged file, the state is right or an error says what to do."""
   start, saved = program.state(), program.run(program.state(), 1)[0]
   folder = RunFolder(tmp_path, {"a": 0.1})
   folder.save(saved)
@@ -173,7 +173,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before(program, tmp_path):
   folder.save(start)
   state, _ = program.run(program.state(), 1)
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  logging.disable()  # orbax logs what it raises
+  logging.disable()  # orbax logs the errors that it raises.
   resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
   try:
     with pytest.raises(OSError, match="/1: the checkpoint cannot be written"):
@@ -197,7 +197,7 @@ def test_batches_are_windows_of_the_text():
 
 @pytest.mark.parametrize("size", [18, 90, 400, 100_000])
 def test_text_is_held_out(size):
-  """In blocks of the text, of which a window fits into each."""
+  """Holds out blocks of the text that are longer than a window."""
   text = np.arange(size)
   trained, held_out = data.split(text, length=8)
   np.testing.assert_array_equal(np.sort(np.append(trained, held_out)), text)
@@ -205,7 +205,7 @@ def test_text_is_held_out(size):
 
 
 def test_metrics_keep_the_lines_before_a_resume(program, tmp_path):
-  """No step is there twice, also if the lines of the first steps were lost."""
+  """No step occurs twice, even if the first lines were lost."""
   path = tmp_path / "metrics.jsonl"
   old = [{"step": step, "loss": 1.0} for step in range(31, 36)]
   path.write_text("".join(json.dumps(each) + "\n" for each in old) + '{"ste')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training example as a user starts it: killed, resumed, misused."""
+"""Starts the training example: kills it, resumes it, passes bad flags."""
 
 import re
 import signal
@@ -20,7 +20,7 @@ import ranks
 import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
-# With one layer, XLA adds up the squares of all experts in one order.
+# Two layers: with one, XLA sums the squares of all experts in one order.
 _TINY = (
   f"--text={__file__} --save_every={_SAVE_EVERY} --warmup=5 --batch=8"
   " --length=16 --layers=2 --hidden=32 --inner=16 --num_experts=4"
@@ -30,10 +30,11 @@ _TINY = (
 
 def _launched(out, *more):
   """Starts a run of two processes under the launcher."""
-  world = "--num_processes=2", "--devices_per_process=2"
+  processes = "--num_processes=2", "--devices_per_process=2"
   return subprocess.Popen(
     [
-      *(sys.executable, "-m", "ep", "launch", *world, train_moe_lm.__file__),
+      *(sys.executable, "-m", "ep", "launch", *processes),
+      train_moe_lm.__file__,
       *(*_TINY, f"--out={out}", *more),
     ],
     env=programs.environment(),
@@ -45,9 +46,9 @@ def _launched(out, *more):
 def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
   tmp_path, monkeypatch, capfd
 ):
-  """It makes the steps after its checkpoint again, and more if asked.
+  """Repeats the steps after the checkpoint, and extends the run.
 
-  Four ranks begin, and one rank goes on. Rows travel rounded.
+  Starts with four ranks and continues with one rank, with fp8 rows.
   """
   out = tmp_path / "run"
   path = out / "metrics.jsonl"
@@ -67,7 +68,7 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
   assert len(before) < _STEPS
 
   longer = _SAVE_EVERY + 60
-  # One GPU has this backend. It rounds alike only without optimization.
+  # The xla backend gives the same bits only without XLA's optimizations.
   alone = "--dp=1", "--ep=1", "--backend=xla"
   trace = f"--trace={tmp_path}/steps.json.gz"
   picture = f"--plot={tmp_path}/run.svg"
@@ -80,7 +81,7 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
   assert len(re.findall(r"\nloss .* held out\n", output)) == 2
   assert f"{out}; the same command with --extend" in output
   assert len(lines()) == longer
-  complete = before[:-1]  # the kill may have cut the last line
+  complete = before[:-1]  # The kill may have cut the last line.
   assert lines()[: len(complete)] == complete
   dense = (out / "dense" / "metrics.jsonl").read_text().splitlines()
   assert len(dense) == longer
@@ -124,7 +125,7 @@ def test_ranks_may_share_a_gpu(parse, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(parse, tmp_path):
-  """Nothing of that step is kept."""
+  """The step leaves no metrics."""
 
   def layer(params, x, state):
     y, metrics = model.dense_layer(params, x, state)

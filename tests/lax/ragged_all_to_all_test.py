@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.lax.ragged_all_to_all moves the rows that its specification says."""
+"""ep.lax.ragged_all_to_all sends the rows of its specification."""
 
 import functools
 from typing import NamedTuple
@@ -17,13 +17,13 @@ from conftest import assert_shards_equal, make_mesh, to_global
 import ep
 from groups import of_one_process
 
-N, M, H = 13, 17, 3  # rows of operand and of output, and elements of a row
+N, M, H = 13, 17, 3  # Rows of operand, rows of output, elements per row.
 OUTER, INNER = "outer", "inner"  # axes
 FOUR = [range(4)]  # one group of ranks
 
 
 class Slices(NamedTuple):
-  """Integers [P, K]: those of each rank."""
+  """Integers [P, K] of all ranks."""
 
   input_offsets: np.ndarray
   send_sizes: np.ndarray
@@ -32,7 +32,7 @@ class Slices(NamedTuple):
 
 
 def moves(slices, groups):
-  """Yields source and target of each slice: a rank and its rows."""
+  """Yields source and target of each slice, as (rank, rows)."""
   for group in groups:
     each = slices.send_sizes.shape[1] // len(group)
     for source in group:
@@ -45,7 +45,7 @@ def moves(slices, groups):
 
 
 def moved(operand, output, slices, groups):
-  """Returns what all ranks get, for arrays [P, N, ...] and [P, M, ...]."""
+  """Returns all ranks' outputs, for arrays [P, N, ...] and [P, M, ...]."""
   result = output.copy()
   for source, target in moves(slices, groups):
     result[target] = operand[source]
@@ -64,7 +64,7 @@ def moved_back(ct, operand, slices, groups):
 
 
 def draw(rng, groups, each=2, kind="any"):
-  """Returns slices that do not overlap where they go, `each` for a rank."""
+  """Returns slices with disjoint targets, `each` per pair of ranks."""
   count = len(groups[0]) * each
   shape = sum(map(len, groups)), count
   slices = Slices(*(np.zeros(shape, np.int32) for _ in Slices._fields))
@@ -84,13 +84,13 @@ def draw(rng, groups, each=2, kind="any"):
 
 
 def small(rng, *shape):
-  """Returns floats whose sums are exact, and some zeros with a sign."""
+  """Returns floats whose sums are exact, including negative zeros."""
   x = rng.integers(-9, 10, size=shape).astype(np.float32)
   return np.where(x == 0, -0.0, x).astype(np.float32)
 
 
 def on_ranks(fn, mesh, **options):
-  """Returns a jitted program of `fn` of a rank's arrays, given [P, ...]."""
+  """Returns a jitted program of arrays [P, ...] that calls `fn` per rank."""
 
   def of_rank(*args):
     outs = fn(*jax.tree.map(lambda x: x[0], args))
@@ -102,7 +102,7 @@ def on_ranks(fn, mesh, **options):
 
 
 def place(mesh, *args):
-  """Returns arrays [P, ...] as global ones."""
+  """Returns arrays [P, ...] as global arrays."""
   spec = P(mesh.axis_names)
   return jax.tree.map(lambda x: to_global(x, mesh, spec), args)
 
@@ -114,7 +114,7 @@ def mesh_of_four():
 
 @pytest.mark.parametrize("ranks", [4, 1])
 def test_values_and_derivatives_are_exact(ranks):
-  """Value, tangents, cotangents and second derivatives, of random slices."""
+  """Tests value, tangent, cotangents and second derivatives."""
   mesh, groups = make_mesh({INNER: ranks}), [range(ranks)]
 
   def run(operand, output, slices, tangents, ct, weight):
@@ -154,7 +154,7 @@ def test_values_and_derivatives_are_exact(ranks):
 
 @of_one_process
 def test_transformations_and_axes():
-  """Loops, examples, groups and several axes move the same rows."""
+  """Tests scan, vmap, axis_index_groups and several axes."""
   mesh = make_mesh({OUTER: 2, INNER: 2})
   rng = np.random.default_rng(0)
   operand, output, ct = (small(rng, 4, rows, H) for rows in (N, M, M))
@@ -214,7 +214,7 @@ def test_transformations_and_axes():
 
 @of_one_process
 def test_no_examples_have_values_and_derivatives(mesh):
-  """A `vmap` over none of them returns empty arrays, as JAX's ops do."""
+  """A `vmap` over 0 examples returns empty arrays, as JAX's ops do."""
   operand, output = (np.zeros((4, 0, rows, H), np.float32) for rows in (N, M))
   slices = Slices(*np.zeros((4, 4, 0, 8), np.int32))
 
@@ -232,7 +232,7 @@ def test_no_examples_have_values_and_derivatives(mesh):
 
 @of_one_process
 def test_many_slices_take_no_table_of_rows():
-  """Temporaries are below a byte for each pair of a slice and a row."""
+  """Temporaries take less than a byte per pair of slice and row."""
   mesh, count, rows = make_mesh({INNER: 4}), 256, 4096
   operand, output = np.zeros((4, 1)), np.zeros((4, rows))
   slices = Slices(*np.zeros((4, 4, count), int))
@@ -252,9 +252,9 @@ _DTYPES = [
 
 
 def test_any_dtype_keeps_its_bits(mesh):
-  """Denormals and payloads of NaNs arrive, in rows of any shape.
+  """Keeps denormals and payloads of NaNs, in rows of any shape.
 
-  Constants beside them are kept, and offsets may be of any integers.
+  Keeps the other rows of `output`. Offsets may have any integer dtype.
   """
   rng = np.random.default_rng(0)
   slices = draw(rng, FOUR, each=1)
@@ -290,7 +290,7 @@ def test_any_dtype_keeps_its_bits(mesh):
     assert_shards_equal(got, expected, nan_bits=True)
 
 
-# Each changes a sound slice of four rows, from rank 1 to rank 2.
+# Bad values for a valid slice of four rows, from rank 1 to rank 2.
 _BAD = {
   "input_offsets": [-1, N - 3, 2**31 - 1, -(2**31)],
   "send_sizes": [-1, 3, 5, 2**31 - 1, -(2**31)],
@@ -300,7 +300,7 @@ _BAD = {
 
 
 def one_slice(**changes):
-  """Returns slices of which one has rows."""
+  """Returns slices of which only one has rows."""
   slices = Slices(*np.zeros((4, 4, 4), np.int32))
   slices.send_sizes[1, 2] = slices.recv_sizes[2, 1] = 4
   slices.input_offsets[1, 2], slices.output_offsets[1, 2] = 3, 2
@@ -322,7 +322,7 @@ def two_arrays():
   "op", ["ep", pytest.param("jax", marks=of_one_process)]
 )
 def test_a_bad_slice_fails_on_every_rank(mesh, op):
-  """The error has the numbers, and the next launch works."""
+  """The error contains the numbers, and the next launch works."""
   operand, output = two_arrays()
   with ep.lax.install():
     op = {"ep": ep.lax, "jax": lax}[op].ragged_all_to_all
@@ -351,7 +351,7 @@ def test_a_bad_slice_fails_on_every_rank(mesh, op):
 
 @of_one_process
 def test_a_bad_slice_in_a_group_names_ranks_of_the_axis(mesh):
-  """Groups count their ranks, but errors have indices of the axis."""
+  """Errors give indices of the axis, not of the group."""
   slices = Slices(*np.zeros((4, 4, 2), np.int32))
   groups = [(3, 0), (1, 2)]
   slices.send_sizes[3, 1], slices.send_sizes[2, 0] = 5, 5
@@ -376,7 +376,7 @@ def test_keys_are_refused_where_the_op_of_jax_is_replaced(mesh):
 
 
 def check_no_bad_slice_is_sent(run, operand, output):
-  """Checks that `run` leaves `output`, and what is next to it, as it is."""
+  """Checks that `run` returns `output` unchanged for each bad slice."""
   expected = moved(operand, output, one_slice(), FOUR)
   assert_shards_equal(run(one_slice()), expected)
   for name, values in _BAD.items():
@@ -397,7 +397,7 @@ def test_an_exported_program_sends_no_bad_slice(mesh):
 
 
 def test_with_an_automatic_axis_no_bad_slice_is_sent():
-  """Elements of rows may be sharded over that axis."""
+  """The elements of rows are sharded over the automatic axis."""
   mesh = make_mesh({INNER: 4, OUTER: 2})
   program = on_ranks(move, mesh, axis_names={INNER})
   operand, output = (np.tile(x, 2) for x in two_arrays())
@@ -408,7 +408,7 @@ def test_with_an_automatic_axis_no_bad_slice_is_sent():
 
 @of_one_process
 def test_elements_may_be_sharded_over_an_explicit_axis():
-  """So are the result and the gradients, and JAX's op if it is replaced."""
+  """Result and gradients are sharded alike, also after `install`."""
   mesh = make_mesh({INNER: 2, OUTER: 2}, (AxisType.Explicit,) * 2)
   groups, rng = [range(2)], np.random.default_rng(0)
   slices = draw(rng, groups)
@@ -431,7 +431,7 @@ def test_elements_may_be_sharded_over_an_explicit_axis():
 
 @of_one_process
 def test_install_is_for_code_of_others_and_can_be_undone(mesh):
-  """JAX's op runs, with its derivatives, and then does not any more."""
+  """JAX's op and its derivatives run on the CPU only after `install`."""
   operand, output = two_arrays()
   slices = one_slice()
   args = place(mesh, operand, output, slices)
@@ -466,7 +466,7 @@ def test_install_is_for_code_of_others_and_can_be_undone(mesh):
 @of_one_process
 @pytest.mark.parametrize("fn", [move, jax.vmap(move)], ids=["one", "vmap"])
 def test_on_other_platforms_it_is_the_op_of_jax(mesh, fn):
-  """The program for a TPU has that collective alone, also for examples."""
+  """The program for a TPU has only that collective, also under `vmap`."""
   args = *two_arrays(), one_slice()
   if fn is not move:
     args = jax.tree.map(lambda x: np.stack([x, x], 1), args)
@@ -497,7 +497,7 @@ def test_offsets_of_64_bits_do_not_wrap(mesh):
 
 
 @of_one_process
-def test_what_does_not_fit_is_refused_when_it_is_traced(mesh):
+def test_wrong_arguments_are_refused_by_tracing(mesh):
   """Each error names the argument."""
   sound = dict(operand=np.zeros((N, H)), output=np.zeros((M, H)))
   sound |= dict.fromkeys(Slices._fields, np.zeros(4, int))

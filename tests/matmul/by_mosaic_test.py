@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels for Hopper and Blackwell GPUs, without a GPU.
+"""Tests the kernels for Hopper and Blackwell GPUs without a GPU.
 
-JAX's interpreter runs them, JAX lowers them for CUDA, and if its CUDA plugin is
-installed, XLA compiles them for an H100 and a B200.
+JAX's interpreter runs the kernels, and JAX lowers them for CUDA. With JAX's
+CUDA plugin, XLA compiles the kernels for an H100, a B200 and a B300.
 """
 
 from concurrent import futures
@@ -23,7 +23,7 @@ from ep._src.matmul.by_mosaic import Blocks
 from ep._src.matmul.mosaic_row_map import ROWS
 from ep._src.matmul.row_map import repeated, weighted
 
-# The last blocks of rows and of columns overlap with the ones before.
+# The last blocks of rows and columns overlap with the previous blocks.
 C, L, F, G = 200, 5, 192, 128
 SUMS = by_mosaic.in_registers, by_mosaic.in_tensor_memory
 BLOCKS = {
@@ -35,7 +35,7 @@ ALL, NONE = [0, 1, 0, 77, 122], [0, 0, 0, 0, 0]
 
 
 def _run(op, sizes, rows, matrices, outs, *, tail="zero", **options):
-  """Calls one of the functions with two pairs, or what replaces one of them."""
+  """Calls one of the kernels with two matrices or cotangents."""
   if op == "expand":
     return by_mosaic.expand(sizes, None, rows, matrices, tail, **options)
   if op == "contract":
@@ -44,7 +44,7 @@ def _run(op, sizes, rows, matrices, outs, *, tail="zero", **options):
 
 
 def _inputs(sizes, dtype):
-  """Returns rows, matrices and outs, with NaN in the tail and in slab 3."""
+  """Returns rows, matrices and outs, with NaN in the tail and in segment 3."""
   rng = np.random.default_rng(0)
   shapes = (C, F), (L, F, G), (L, F, G), (C, G), (C, G)
   x, w, v, y, z = (np.asarray(rng.normal(size=s), dtype) for s in shapes)
@@ -72,8 +72,8 @@ def _expected(op, sizes, rows, matrices, outs):
 def interpret(monkeypatch):
   """Returns the context in which JAX interprets kernels.
 
-  The interpreter calls JAX in callbacks, so one program runs at a time: calls
-  are jitted. Two of them beside each other hung or ended the process.
+  Tests jit their calls to run one program at a time: the interpreter calls JAX
+  in callbacks, and two concurrent programs hung or crashed.
   """
   try:
     from jax._src.pallas.mosaic_gpu.interpret import (
@@ -87,7 +87,7 @@ def interpret(monkeypatch):
     _interpret_layouts()
   options = params.InterpretGPUParams(out_of_bounds_reads="uninitialized")
   yield lambda: params.force_gpu_interpret_mode(options)
-  interpret_pallas_call.reset_gpu_interpret_mode_state()  # if it failed
+  interpret_pallas_call.reset_gpu_interpret_mode_state()  # After a failure.
 
 
 def _interpret_transposes(monkeypatch):
@@ -115,7 +115,7 @@ def _interpret_transposes(monkeypatch):
 
 
 def _interpret_layouts():
-  """Makes the interpreter of JAX 0.10 take any layout for what it is."""
+  """Makes the interpreter of JAX 0.10 ignore layout casts."""
   from jax._src.pallas.mosaic_gpu.core import layout_cast_p
   from jax.interpreters import mlir
 
@@ -141,9 +141,9 @@ def _options(op, sums):
   ],
 )
 def test_interpreted_beside_nans(op, dtype, sums, interpret):
-  """In the tail and in a neighbour's rows."""
+  """The tail and the rows of another segment are NaN."""
   run = jax.jit(functools.partial(_run, op, **_options(op, sums)))
-  # Matrices of empty slabs are zero among others, too.
+  # ALL has an empty segment, so "outer" needs no case NONE.
   for sizes in [ALL] if op == "outer" else [ALL, NONE]:
     inputs = _inputs(sizes, dtype)
     with interpret():
@@ -160,7 +160,7 @@ def test_interpreted_beside_nans(op, dtype, sums, interpret):
   ("tail", "sums"), [("unspecified", SUMS[0]), ("nan", SUMS[1])]
 )
 def test_interpreted_tails(tail, sums, interpret):
-  """The interpreter's fresh memory is NaN, as is a tail of checked mode."""
+  """Tails are NaN: checked mode writes NaN, and fresh memory is NaN."""
   sizes = [63, 0, 1, 0, 9]
   inputs = _inputs(sizes, jnp.bfloat16)
   options = _options("expand", sums)
@@ -184,7 +184,7 @@ def _gradients(gates, values, holds_token, weights, cotangent):
 
 
 def _rows(num_used, dtype=jnp.bfloat16):
-  """Returns a number of rows, and arrays of them with NaN in the tail."""
+  """Returns the number of used rows, and arrays with NaN in the tail."""
   rng = np.random.default_rng(0)
   gates, values, cotangent = (
     rng.normal(size=(C, F)).astype(dtype) for _ in range(3)
@@ -201,7 +201,10 @@ def _map_rows(fn, num_used, *arrays, num_cores=3):
 
 
 def test_interpreted_functions_of_rows(interpret):
-  """Blocks after the used rows stay unwritten: NaN, in the interpreter."""
+  """Blocks after the used rows stay unwritten, which the interpreter fills.
+
+  The interpreter fills fresh memory with NaN.
+  """
   run = jax.jit(functools.partial(_map_rows, _gradients))
   for used in (0, 1, 130, C):
     num_used, *arrays = _rows(used)
@@ -231,7 +234,7 @@ def test_functions_that_need_all_columns_are_refused(fn):
 
 
 def _program(op, num_cores, sums):
-  """Returns a function of all cores of a GPU, and its arguments."""
+  """Returns a function that uses `num_cores` cores, and its arguments."""
   options = dict(num_cores=num_cores)
   if op == "rows":
     return functools.partial(_map_rows, _gradients, **options), _rows(C)
@@ -252,7 +255,7 @@ def test_lowered_for_cuda(op, kernels):
 
 _PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 
-# XLA describes GPUs by such values.
+# A GPU description for XLA.
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -308,7 +311,7 @@ def _compile(op, name, cores, capability, sums):
   reason="this needs JAX's CUDA plugin and ptxas, but no GPU",
 )
 def test_compiled(name, cores, capability, sums):
-  """In a process for each GPU: jaxlib compiles for the first GPU of one."""
+  """Each GPU gets a process: jaxlib compiles only for a process's first GPU."""
   context = multiprocessing.get_context("spawn")
   with futures.ProcessPoolExecutor(1, context) as process:
     for op in [*BLOCKS, "rows"]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With segments, the bits of results do not depend on where rows lie.
+"""With segments, the bits of results do not depend on the position of rows.
 
-The same rows of an expert lie in buffers of other capacities, at other places,
-among other experts, and in as many buffers as there are domains.
+The tests move the same rows of an expert to buffers of other capacities, to
+other positions, beside other experts, and to one buffer per domain.
 """
 
 import functools
@@ -21,7 +21,7 @@ COUNTS = np.array([[70, 3, 0, 129], [0, 0, 0, 0], [1, 64, 100, 17]])
 
 
 def _data(dtype):
-  """Returns rows and cotangents of each expert and segment, and matrices."""
+  """Returns rows and cotangents per expert and segment, and matrices."""
   rng = np.random.default_rng(0)
 
   def draw(*shape):
@@ -47,9 +47,9 @@ def _program():
 
 
 def _layer(run, data, experts, segments, capacity, alignment=1):
-  """Returns out, dX and dW of a buffer with these experts and segments.
+  """Returns out, dX and dW for a buffer with these experts and segments.
 
-  The rows of out and dX are lists by expert and segment.
+  out and dX are dicts by expert and segment.
   """
   rows, cts, matrices = data
   counts = COUNTS[experts][:, segments]
@@ -76,7 +76,7 @@ def _layer(run, data, experts, segments, capacity, alignment=1):
   [(jnp.float32, True), (jnp.bfloat16, True), (jnp.float32, False)],
 )
 def test_bits_do_not_depend_on_the_layout(dtype, is_native, monkeypatch):
-  """Neither of the library's results nor of those that do without it."""
+  """Holds for the native library and for the XLA implementation."""
   if not is_native:
     monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
   data = _data(dtype)
@@ -90,14 +90,14 @@ def test_bits_do_not_depend_on_the_layout(dtype, is_native, monkeypatch):
     got, got_sums = layer(experts, every, capacity, alignment)
     assert_same_bits(got, {k: rows[k] for k in got})
     assert_same_bits(got_sums, {e: sums[e] for e in got_sums})
-  # Four domains, which have a segment each; the first has fewer rows than a
-  # tile, and so has a buffer.
+  # Four domains with one segment each. The first domain has fewer rows than a
+  # tile. The last buffer below has one row.
   quarters, quarter_sums = zip(
     *(layer([0, 1, 2], [s], 260) for s in every), strict=True
   )
   for got in *quarters, layer([2], [0], 1)[0]:
     assert_same_bits(got, {k: rows[k] for k in got})
-  if dtype == jnp.float32:  # bfloat16 sums are rounded before they are added
+  if dtype == jnp.float32:  # bfloat16 rounds each domain's sums.
     for e in range(E):
       first, second, third, last = (of_domain[e] for of_domain in quarter_sums)
       assert_same_bits((first + second) + (third + last), sums[e])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls and their derivatives equal a loop over the slabs."""
+"""Grouped matmuls and their derivatives equal a loop over the segments."""
 
 import functools
 import itertools
@@ -15,8 +15,8 @@ from ep._src.native import ffi
 
 C, F, G = 300, 5, 7
 
-# Sizes of slabs: within a tile, whole tiles, across tiles, empty, and C in all.
-# Those of as many slabs share their programs.
+# Sizes of expert segments: within a tile, whole tiles, across tiles, empty, and
+# C in total. Cases with equally many segments share a program.
 SIZES = {
   "one": [41, 0, 0, 0, 0, 0],
   "empty": [0, 33, 0, 0, 64, 0],
@@ -62,7 +62,7 @@ def _inputs(sizes, dtype=jnp.float32):
 
 @functools.cache
 def _program(implementation):
-  """Returns a program of the three operations."""
+  """Returns a program that runs the three operations."""
   ops = IMPLEMENTATIONS[implementation]
 
   @jax.jit
@@ -86,7 +86,7 @@ def _program(implementation):
   ],
 )
 def test_the_operations_beside_unused_nans(sizes, dtype, implementation):
-  """Matrices and their gradients are float32."""
+  """Matrices and the gradients of matrices are float32."""
   rows, _, g = _inputs(sizes, dtype)
   _, matrices, _ = _inputs(sizes)
 
@@ -105,7 +105,7 @@ def test_the_operations_beside_unused_nans(sizes, dtype, implementation):
 
 @pytest.fixture(params=["native", "tiles"])
 def implementation_on_cpu(request, monkeypatch):
-  """Makes programs use the library, or do without it."""
+  """Selects the native library or the XLA implementation."""
   if request.param == "tiles":
     monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
   return request.param
@@ -158,11 +158,11 @@ def test_gradients_beside_unused_nans(sizes):
 def test_low_precision_is_summed_in_float32_and_rounded_once(
   dtype, matrix_dtype, segments
 ):
-  """Wide matrices are rounded first, and their gradients are not."""
+  """Rounds float32 matrices first, but not their gradients."""
   sizes = SIZES["full"]
   rows, _, g = _inputs(sizes, dtype)
   _, matrices, _ = _inputs(sizes, matrix_dtype)
-  rows[297:300] = 0  # They follow the segments.
+  rows[297:300] = 0  # These rows are padding after the segments.
   counts = None if segments is None else jnp.int32(segments)
 
   def product(x, w):
@@ -200,7 +200,7 @@ def test_work_is_linear_in_the_rows_used():
   for sizes in ([128, 0, 0, 1], [0, 0, 0, 0]):
     by_tiles._Tiles(0, jnp.int32(sizes), 1024).fold(step, 0)
   jax.effects_barrier()
-  assert steps == [0, 0, 3]  # the slab of each tile
+  assert steps == [0, 0, 3]  # The expert segment of each tile.
 
 
 def test_fewer_rows_than_a_block():

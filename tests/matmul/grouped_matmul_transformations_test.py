@@ -2,7 +2,7 @@
 """JAX's transformations work on grouped matmuls.
 
 The function under test multiplies shared rows by two lists of matrices, as a
-gated expert does, and its dense counterpart looks up a matrix for each row.
+gated expert does. The dense reference looks up a matrix for each row.
 """
 
 import jax
@@ -69,17 +69,17 @@ OF_DENSE = jit_quickly(lambda *args: (dense(*args), grad(dense)(*args)))
 
 
 def of_examples(*args):
-  """Returns the results of `dense`, and its gradients, of stacked arguments."""
+  """Returns results and gradients of `dense` for stacked arguments."""
   results = [OF_DENSE(*example) for example in zip(*args, strict=True)]
   return jax.tree.map(lambda *xs: np.stack(xs), *results)
 
 
 def test_derivatives():
-  """They are of all orders, modes and arguments, and of one output alone."""
+  """Tests all orders, modes and arguments, and a loss of only one output."""
 
   def derivatives(fn):
     def of_one(i, *args):
-      """Leaves out the symbolic zeros of the other arguments."""
+      """Differentiates one argument; JAX omits the others' zero tangents."""
 
       def fn_of_one(x):
         return fn(*args[:i], x, *args[i + 1 :])
@@ -103,7 +103,7 @@ def test_derivatives():
 
 @pytest.mark.parametrize("batched", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
 def test_vmap(batched):
-  """Any of the operands may be batched, under and over a gradient."""
+  """Batches any operand, inside and outside of a gradient."""
   rows, matrices, sizes = batched
   is_batched = rows, matrices, matrices, sizes
   x, w, v = inputs(lead=(2,))
@@ -137,7 +137,7 @@ def test_jacobian():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma):
-  """Matrices may be the same on ranks whose rows differ."""
+  """Rows differ per rank, and matrices are replicated."""
   mesh = make_mesh({"ep": 2})
   x, w, v = inputs(lead=(2,))
   ranks = PartitionSpec("ep")
@@ -193,7 +193,7 @@ def test_eager_calls_compile_once():
 
 
 def test_arrays_that_xla_divides():
-  """Outside of `jax.shard_map`, a call with a side effect would be refused."""
+  """Outside of `jax.shard_map`, XLA rejects a call with a side effect."""
   mesh = make_mesh({"ranks": 2})
   sharding = jax.NamedSharding(mesh, PartitionSpec("ranks"))
   stacked = inputs(lead=(2,))

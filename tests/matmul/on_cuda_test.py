@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA GPUs run the right grouped matmul, and a line says which and why."""
+"""Each NVIDIA GPU gets the right grouped matmul, and a log line says why."""
 
 import logging
 import types
@@ -94,7 +94,7 @@ def test_functions_over_all_rows(arrays, why, monkeypatch, caplog):
 
 
 def test_a_jax_that_does_not_compile_the_kernels(monkeypatch, caplog):
-  """It is asked once for each device."""
+  """ep tries to compile the kernels once per device."""
   asked = []
 
   def import_fails(device):
@@ -134,8 +134,8 @@ def test_the_loop_over_fewer_rows_than_a_tile():
   np.testing.assert_array_equal(out, [[4] * 5, [4] * 5, [0] * 5])
 
 
-def test_the_loop_has_a_static_number_of_turns_and_no_tf32():
-  """The host asks the device about no turn, and multiplies float32 as such."""
+def test_the_loop_has_a_static_length_and_no_tf32():
+  """A static length needs no copy of the loop condition to the host."""
   args = map(
     jax.ShapeDtypeStruct,
     [(300, 6), (8, 6, 5), (8,)],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.ordered_psum adds neighbours first, and so does its transpose."""
+"""ep.ordered_psum and its transpose add neighbors first."""
 
 import functools
 
@@ -17,13 +17,13 @@ AXES = ("dp", "ep")
 
 
 def tree_sum(x):
-  """Adds float32 x [4, N] as the documentation of `ordered_psum` says."""
+  """Adds float32 x [4, N] in the documented order of `ordered_psum`."""
   return (x[0] + x[1]) + (x[2] + x[3])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_sums_and_derivatives(check_vma):
-  """The bits are those of one tree, where any other order has others."""
+  """The bits equal the tree sum; other orders give other bits."""
   mesh = make_mesh({"dp": 2, "ep": 2})
   rng = np.random.default_rng(0)
   x, tangent, ct = rng.normal(size=(3, RANKS, N)).astype(np.float32)
@@ -41,7 +41,7 @@ def test_sums_and_derivatives(check_vma):
     psum = functools.partial(ep.ordered_psum, axis_name=AXES)
     y, y_tangent = jax.jvp(psum, [x], [tangent])
     by_example = jax.vmap(psum, in_axes=2, out_axes=2)(x[..., None])[..., 0]
-    # The cotangent of a sum that ranks share is shared, if JAX checks that.
+    # With check_vma, the cotangent of a sum must be the same on all ranks.
     _, vjp = jax.vjp(psum, x)
     (grad,) = vjp(ct if not check_vma else psum(ct))
     return [a.reshape(1, N) for a in (y, y_tangent, by_example, grad)]
@@ -58,7 +58,7 @@ def test_sums_and_derivatives(check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_no_transpose_scatters(check_vma):
-  """A sum that scatters adds in the transport's order, and makes Gloo slow."""
+  """A reduce-scatter adds in the transport's order, and slows down Gloo."""
 
   @functools.partial(
     jax.shard_map,

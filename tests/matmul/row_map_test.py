@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function of the used rows has the values and derivatives of the plain one.
+"""`map_used_rows` has the values and derivatives of the plain function.
 
-The tail of each input is NaN, and must reach nothing else.
+The tail of each input is NaN, and must not reach other values.
 """
 
 import re
@@ -18,7 +18,7 @@ from ep._src.matmul import grouped_matmul as gm
 from ep._src.matmul import row_map
 from ep._src.matmul.row_map import map_used_rows
 
-C, USED, F = 600, 300, 4  # some blocks and a part of one
+C, USED, F = 600, 300, 4  # Some blocks and a partial block.
 
 
 def act(gates, values, weights):
@@ -132,7 +132,7 @@ def test_eager_calls_compile_once():
 
 
 def test_a_function_of_a_traced_value():
-  """A learned slope of an activation gets its gradient from used rows alone."""
+  """The gradient of an activation's learned slope sums only used rows."""
   x = inputs()[0]
 
   def loss(map_rows):
@@ -189,10 +189,11 @@ def test_no_nan_of_an_unwritten_tail_reaches_a_gradient():
 
 
 def test_nothing_touches_whole_arrays():
-  """XLA:CPU converts bfloat16 arrays that a loop slices, or copies its buffers.
+  """XLA:CPU neither converts nor copies whole bfloat16 arrays.
 
-  It would do so for all rows, whatever their number is. The gradients of
-  matrices are written in their dtype.
+  XLA:CPU converts bfloat16 arrays that a loop slices, or copies their buffers,
+  for all rows instead of the used rows. The gradients of matrices have the
+  dtype of the matrices.
   """
   sizes = jnp.int32([100, 200])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each row of a slab is in one tile, and tiles lie as kernels need them."""
+"""Each row of a segment is in one tile, and tiles are aligned for kernels."""
 
 import jax
 import numpy as np
@@ -9,11 +9,11 @@ from ep._src.matmul import row_tiles
 
 C, HEIGHT = 1000, 128
 
-# Most have as many slabs, so that they share a program.
+# Most cases have 7 segments, so that they share a program.
 SIZES = {
   "one": [C],
   "none": [0] * 7,
-  "most tiles": [1] * (C // 9),  # most slabs begin before a multiple of 8
+  "most tiles": [1] * (C // 9),  # Most segments begin off a multiple of 8.
   "last row": [0, C - 1, 1, 0, 0, 0, 0],
   "too many": [600, 600, 3, 0, 0, 0, 0],
   "negative": [-70, 30, 0, 0, 0, 0, 0],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of ep.plan are those that the host engine counts."""
+"""The bytes of ep.plan equal the bytes that the host engine counts."""
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ def step_of(layer):
 
 
 def exchanges(step, case, path):
-  """Returns the bytes of each op and domain, and how many choices it drops."""
+  """Returns the bytes of each op and domain, and the number of drops."""
   group = case.layer.group
   args = [case.put(x) for x in (case.topk_idx, case.tokens(), case.weights())]
   with jax.set_mesh(group.mesh), ep.trace(group, path):
@@ -81,7 +81,7 @@ def test_the_bytes_of_all_four_ops(
       for op in forecast.sent:
         got = np.concatenate([moved[op, domain] for domain in range(domains)])
         np.testing.assert_array_equal(got, forecast.bytes)
-        if alignment == 1 and not dropped:  # a row for each choice, no padding
+        if alignment == 1 and not dropped:  # One row per choice, no padding.
           to_experts = op in ("ep_dispatch", "ep_combine_bwd")
           links = forecast.received if to_experts else forecast.sent
           np.testing.assert_array_equal(got, sum(links[op].values()))

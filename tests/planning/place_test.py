@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ep.place finds is near the best placement there is."""
+"""The placements of ep.place are close to optimal."""
 
 import time
 
@@ -25,12 +25,12 @@ def cluster(num_nodes, gpus_per_node):
 
 
 def levels(num_nodes, gpus_per_node):
-  """Returns the numbers of parts whose busiest counts."""
+  """Returns the numbers of parts (ranks, nodes) whose maximum load counts."""
   return {num_nodes * gpus_per_node, num_nodes} - {1}
 
 
 def cost(experts, loads, num_nodes, gpus_per_node):
-  """Returns the mean over steps of the busiest part over the mean one."""
+  """Returns the maximum over the mean load of parts, averaged over steps."""
   placed = loads[:, experts]
   most = [
     n * placed.reshape(len(loads), n, -1).sum(2).max(1)
@@ -40,16 +40,16 @@ def cost(experts, loads, num_nodes, gpus_per_node):
 
 
 def moves(experts, old, ranks):
-  """Returns how many slots have an expert of which their rank had no copy."""
+  """Returns the number of slots whose expert is new on their rank."""
   pairs = zip(experts.reshape(ranks, -1), old.reshape(ranks, -1), strict=True)
   return sum((~np.isin(now, before)).sum() for now, before in pairs)
 
 
 def least_cost(loads, num_nodes, gpus_per_node, old=None, move_cost=0.0):
-  """Returns a bound of the cost of every placement, by SciPy's HiGHS.
+  """Returns a lower bound of the cost of all placements, by SciPy's HiGHS.
 
-  Whether rank r has expert e is a variable, and so is the load of the busiest
-  part in each step. The bound is the least cost if the time suffices.
+  The variables are: whether rank r has expert e, and the maximum load of a part
+  per step. The bound is the minimum cost if the solver finishes in time.
   """
   S, E = loads.shape
   R = num_nodes * gpus_per_node
@@ -80,7 +80,7 @@ def least_cost(loads, num_nodes, gpus_per_node, old=None, move_cost=0.0):
   for most, n in zip(busiest, parts, strict=True):
     weights[most] = n / loads.sum()
   upper = np.where(np.arange(size) < E * R, 1, np.inf)
-  for e in range(min(E, R)):  # ranks of a node are alike: break symmetry
+  for e in range(min(E, R)):  # Break the symmetry of the ranks of a node.
     if num_nodes == 1 and old is None:
       upper[has[e, e + 1 :]] = 0
   if old is not None:
@@ -111,7 +111,7 @@ def least_cost(loads, num_nodes, gpus_per_node, old=None, move_cost=0.0):
 def test_no_placement_is_better_by_more_than_5_percent(
   draw, num_nodes, gpus_per_node, experts, steps
 ):
-  for seed in range(3 if steps == 1 else 1):  # the solver takes long for more
+  for seed in range(3 if steps == 1 else 1):  # Several steps take long.
     loads = DRAWS[draw](np.random.default_rng(seed), (steps, experts))
     found = ep.place(loads, cluster(num_nodes, gpus_per_node)).experts
     np.testing.assert_array_equal(np.sort(found), np.arange(experts))
@@ -150,7 +150,7 @@ def test_no_sum_of_cost_and_moves_is_less_by_more_than_2_percent(
 
 
 def test_experts_move_only_for_what_they_save():
-  """After a drift of 2% a search from nothing moves almost all experts."""
+  """After a drift of 2%, a search without `old` moves almost all experts."""
   rng = np.random.default_rng(0)
   loads = rng.lognormal(sigma=0.5, size=(1, 256))
   here = cluster(1, 32)
@@ -161,7 +161,7 @@ def test_experts_move_only_for_what_they_save():
   def of(**options):
     found = ep.place(loads, here, **options).experts
     moved = moves(found, old.experts, 32)
-    if options:  # who stays on a rank stays in a slot
+    if options:  # An expert that stays on its rank stays in its slot.
       assert (found != old.experts).sum() == moved
     return moved, cost(found, loads, 1, 32)
 
@@ -182,7 +182,7 @@ def test_copies_stay_where_they_are():
   drift = drifted(rng, loads, 0.02)
   found = ep.place(drift, here, replicas=16, old=old)
   assert moves(found.experts, old.experts, 8) <= 2
-  # An expert that has become hot gets copies, and most others do not move.
+  # An expert that becomes hot gets copies, and most other experts stay.
   loads[-1] = 2.0
   found = ep.place(loads, here, replicas=16, old=old).experts
   number = np.bincount(found)
@@ -211,7 +211,7 @@ def test_layers_are_placed_in_one_call():
 
 
 def test_the_busiest_ranks_of_steps_count_and_not_of_their_sum():
-  """In the sum all experts are alike, but not in a step."""
+  """All experts have the same total load, but not the same load per step."""
   first = np.array([3.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 1.0])
   loads = np.stack([first, 4 - first])
   found = ep.place(loads, cluster(1, 4)).experts
@@ -220,7 +220,7 @@ def test_the_busiest_ranks_of_steps_count_and_not_of_their_sum():
 
 
 def test_nodes_are_balanced_where_ranks_cannot_be():
-  """One expert has more load than a rank should, and its node has the idle."""
+  """One expert exceeds a rank's mean load; its node gets the idle experts."""
   loads = np.array([4.0, 1, 1, 1, 1, 0, 0, 0])
   found = ep.place(loads, cluster(2, 2)).experts
   nodes = loads[found].reshape(2, 4).sum(1)
@@ -236,7 +236,7 @@ def test_copies_take_the_load_of_an_expert():
   assert cost(found, (loads / number)[None], 1, 4) <= 1.05
 
 
-def test_only_ratios_count_and_domains_of_a_node_are_alike():
+def test_only_ratios_count_and_all_nodes_are_equal():
   loads = np.random.default_rng(0).random((2, 8))
   of_node = ep.place(loads, cluster(1, 4))
   for other in (
@@ -255,7 +255,7 @@ def test_many_experts_take_seconds():
   assert cost(found, shares, 8, 8) < 2.02 < cost(np.sort(found), shares, 8, 8)
 
 
-def test_what_cannot_be_placed():
+def test_wrong_arguments_are_refused():
   here, in_order = cluster(2, 4), ep.Placement(range(8))
   for loads, options, words in [
     (np.ones((1, 2, 2, 8)), {}, r"loads have shape \(1, 2, 2, 8\), but \[E\]"),

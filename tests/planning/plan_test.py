@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ep.plan counts, expects, compares and refuses."""
+"""Tests the counts, forecasts, tables and errors of ep.plan."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ def cluster(num_nodes=2, gpus_per_node=4):
 
 
 def draw(count, experts=E, top_k=K, seed=0):
-  """Draws ids [count, top_k], each with the same odds."""
+  """Draws uniform ids [count, top_k]."""
   rng = np.random.default_rng(seed)
   all_ids = np.tile(np.arange(experts), (count, 1))
   return rng.permuted(all_ids, axis=1)[:, :top_k]
@@ -42,14 +42,14 @@ def forecast(cfg, a_cluster, routing, **options):
 
 
 def rows_of(ids, layout, gpus, transport):
-  """Follows each token, and returns rows [R, R] from GPU to GPU."""
+  """Returns the rows [R, R] sent from GPU to GPU, by following each token."""
   D, P, _, experts = layout
   R = D * P
   rows = np.zeros((R, R), int)
   copies = layout.copies_of(ids)
   for token, own in enumerate(copies):
     source = token // (len(ids) // R)
-    first = source // P * P  # of its domain
+    first = source // P * P  # The first rank of the domain.
     to = [first + copy // (experts.size // P) for copy in own if copy >= 0]
     if transport == "direct":
       for rank in to:
@@ -93,7 +93,7 @@ def test_the_rows_of_each_link_are_those_of_each_token(
 
 @pytest.mark.parametrize("groups, top_groups, skew", [(1, 1, 0.0), (8, 4, 0.7)])
 def test_a_distribution_expects_what_tokens_do(groups, top_groups, skew):
-  """The router of the package draws tokens, and their loads are given."""
+  """Compares counts of routed tokens with the forecast from their loads."""
   cfg = dataclasses.replace(
     CFG, num_experts=64, top_k=8, num_groups=groups, top_groups=top_groups
   )
@@ -124,7 +124,7 @@ def test_a_distribution_expects_what_tokens_do(groups, top_groups, skew):
 
 
 def test_drops_are_those_of_the_steps():
-  """Loads have as many as the same steps of ids, by the layer's own rules."""
+  """Forecasts from loads and counts of ids drop equally many choices."""
   ids = [draw(8 * 256, seed=seed) for seed in range(4)]
   options = dict(capacity_factors=[None, 1.0, 1.02])
   counted = ep.plan(CFG, cluster(), ids, **options).forecasts
@@ -132,7 +132,7 @@ def test_drops_are_those_of_the_steps():
     CFG, cluster(), "uniform", tokens_per_rank=256, **options
   ).forecasts
   for f, capacity in zip(counted, (8 * 256 * 2, 768, 784), strict=True):
-    assert f.capacity == capacity  # alignment 1, two experts of a rank
+    assert f.capacity == capacity  # Alignment 1, two experts per rank.
     loads = [np.bincount(i.ravel(), minlength=E).reshape(8, -1) for i in ids]
     wanted = np.array(loads).sum(2)
     lost = (wanted - capacity).clip(0).sum() / wanted.sum()
@@ -148,14 +148,14 @@ def test_drops_are_those_of_the_steps():
   "exponent, always", [(1.2, 0), (3, 1), (5, 1), (100, 2)]
 )
 def test_no_choice_of_concentrated_loads_is_lost(exponent, always):
-  """Each token has K experts: those of the largest loads, and some other."""
+  """A token chooses K distinct experts, so the hot experts get T rows each."""
   cfg = dataclasses.replace(CFG, num_experts=8, top_k=2)
   found = forecast(cfg, cluster(), f"zipf:{exponent}", tokens_per_rank=T)
   tokens = 8 * T
   assert found.rows.sum() == tokens * 2 and found.dropped == 0
   assert found.rows.max() <= tokens
   assert (found.rows == tokens).sum() == always
-  # Nor does a token go twice to a node.
+  # A token is sent to a node only once.
   rows = found.sent["ep_combine_bwd"]["network"] / (2 * cfg.hidden)
   assert rows.max() <= T
 
@@ -179,8 +179,8 @@ def test_a_distribution_is_no_folder(name, same):
     ep.plan(CFG, cluster(), pathlib.Path(name))
 
 
-def test_where_experts_are_decides_what_moves():
-  """All tokens choose the experts of rank 0, until others have them."""
+def test_the_placement_decides_the_rows():
+  """All tokens choose two experts, which placements put on different ranks."""
   ids = np.tile(np.arange(2), (8 * T, 1))
   cfg = dataclasses.replace(CFG, top_k=2)
   swapped = np.arange(E)
@@ -200,7 +200,7 @@ def test_where_experts_are_decides_what_moves():
     "given",
     "balanced",
   ]
-  # All ranks have a copy of both experts, and two others.
+  # Each rank has copies of both experts and two others.
   rank, others = np.arange(8), np.arange(2, E)
   copies = np.stack([0 * rank, 0 * rank + 1, others[rank], others[rank + 6]], 1)
   copied = forecast(
@@ -262,7 +262,7 @@ def test_times_follow_the_cluster():
   assert fast.exchange_s < 1e-3 * slow.exchange_s
   half = forecast(CFG, cluster(), ids, compute_s=slow.exchange_s)
   assert half.share == pytest.approx(0.5)
-  rows = slow.rows.max()  # 3 matrices, a forward and two backward products
+  rows = slow.rows.max()  # 3 matrices; 1 forward and 2 backward products.
   flops = 3 * 3 * 2 * CFG.hidden * CFG.inner * rows
   assert slow.compute_s == pytest.approx(flops / 989e12)
 
@@ -374,7 +374,7 @@ def test_4096_ranks_take_seconds(sizes):
     (draw(8), dict(capacity_factors=[-1]), "capacity_factor = -1"),
   ],
 )
-def test_what_cannot_be_asked(routing, options, words):
+def test_wrong_arguments_are_refused(routing, options, words):
   with pytest.raises(ValueError, match=f"ep.plan: .*{words}"):
     ep.plan(CFG, cluster(), routing, **options)
 
@@ -399,7 +399,7 @@ def test_a_cluster_is_checked():
 
 
 def test_an_expert_that_all_tokens_choose():
-  """Its load is more than a share of K, which no token can give it."""
+  """The load exceeds 1/K of all choices, but a token chooses it only once."""
   loads = np.where(np.arange(E) == 5, 1e6, 1.0)
   found = forecast(CFG, cluster(), loads, tokens_per_rank=T, ep_sizes=[8])
   others = np.full(8, 8 * T * (K - 1) * 2 / (E - 1))
@@ -408,7 +408,7 @@ def test_an_expert_that_all_tokens_choose():
   every = ep.MoEConfig(hidden=8, inner=4, num_experts=E, top_k=E)
   found = forecast(every, cluster(), np.full(E, 0.1), tokens_per_rank=T)
   np.testing.assert_allclose(found.rows, 8 * T * 2, rtol=0.1)
-  alone = dataclasses.replace(CFG, num_experts=8)  # one expert on each rank
+  alone = dataclasses.replace(CFG, num_experts=8)  # One expert per rank.
   found = forecast(alone, cluster(), loads[:8], tokens_per_rank=T)
   assert found.capacity == 8 * T and found.dropped == 0
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The times of ep.plan against published figures, half of which it is fit to.
+"""Compares the times of ep.plan with published figures.
 
-docs/planner.md names the sources, and docs/published.csv has each figure with
-its error.
+The constants are fit to half of the figures. docs/planner.md names the sources,
+and docs/published.csv lists each figure with its error.
 """
 
 import functools
@@ -18,18 +18,18 @@ from ep._tools.planning import links
 from ep._tools.planning.demand import Expected, Layout
 
 _HIDDEN, _TOP_K = 7168, 8
-# The bytes of a row, and the ops that the sources measure.
+# Bytes per row, and the ops that the sources measure.
 _FP8, _BF16 = _HIDDEN + 4 * _HIDDEN // 128, 2 * _HIDDEN
 _COMBINE = "combine", _BF16
 _PAIR = ("dispatch", _FP8), _COMBINE
-_V2 = ("dispatch", _FP8 + 96), _COMBINE  # with its ids and weights
+_V2 = ("dispatch", _FP8 + 96), _COMBINE  # Rows include ids and weights.
 _MORI = ("dispatch", _HIDDEN), _COMBINE
 _HYBRID = ("dispatch", _FP8), ("dispatch", _BF16), _COMBINE
 _NCCL = ("dispatch", _BF16), _COMBINE
 
-# A source as docs/planner.md names it, the machine whose links moved the rows,
-# tokens of a rank, ops, transport, unit, and figures by nodes and their GPUs.
-# MORI's README calls others stale.
+# The source (as in docs/planner.md), machine, tokens per rank, ops, transport,
+# unit, and figures by (nodes, GPUs per node). MORI's README calls its other
+# figures stale.
 _SOURCES = [
   (
     "DeepEP V2", "dgx_h100", 8192, _V2, "hierarchical", "GB/s",
@@ -114,7 +114,7 @@ class Figure(NamedTuple):
 
   @property
   def top_groups(self):
-    """The nodes that a token can choose."""
+    """The number of nodes that a token can choose."""
     nodes = self.cluster.num_nodes
     return min(nodes, 4) if self.source == "DeepEP V1" else nodes
 
@@ -134,8 +134,8 @@ FIGURES = [
   for size, values in figures.items()
   for op, value in zip(ops, values, strict=True)
 ]
-# The half of the figures that the constants of links.py are fit to: two figures
-# in each four, so that both halves have both ops.
+# The constants of links.py are fit to this half of the figures: two of each
+# four figures, so that both halves contain both ops.
 FIT = np.arange(len(FIGURES)) % 4 < 2
 
 
@@ -157,7 +157,7 @@ def _demand(cluster, tokens, experts, top_groups):
 
 
 def _traffic(figure):
-  """Returns what all ranks want, and the bytes that move."""
+  """Returns the demand of all ranks, and the bytes sent."""
   demand = _demand(
     figure.cluster, figure.tokens, figure.experts, figure.top_groups
   )
@@ -167,9 +167,9 @@ def _traffic(figure):
 def _times(figure):
   """Returns the seconds of each link at its full rate, and of the figure.
 
-  Sources count GB/s of different rows: between nodes, what a rank sends to
-  nodes, its own included; in a node, all that a rank receives; and of "direct",
-  a row for each choice.
+  Sources count GB/s of different rows. Between nodes: the rows that a rank
+  sends to all nodes, including the rank's node. Within a node: all rows that a
+  rank receives. For "direct": a row per choice.
   """
   cluster = figure.cluster
   demand, traffic = _traffic(figure)
@@ -202,12 +202,12 @@ def predicted(constants):
 
 
 def errors(constants):
-  """Returns the predicted over the published time, less one."""
+  """Returns predicted / published time - 1."""
   return predicted(constants) / TIMES[:, 2] - 1
 
 
 def fitted():
-  """Returns the constants with the least mean of logarithms of errors."""
+  """Returns the constants with the minimum mean logarithm of errors."""
 
   def loss(constants):
     return np.abs(np.log1p(errors(constants)))[FIT].mean()
@@ -243,7 +243,7 @@ def table():
   return "".join(lines)
 
 
-def test_the_constants_are_those_of_the_fit():
+def test_the_constants_equal_the_fit():
   np.testing.assert_allclose(CONSTANTS, fitted(), rtol=0.03)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.suggest_capacity counts the drops that each capacity would have cost."""
+"""ep.suggest_capacity counts the drops for each candidate capacity."""
 
 import sys
 
@@ -18,7 +18,7 @@ STEPS = 6
 
 
 def routings():
-  """Draws steps that want more and more rows of the first experts."""
+  """Draws steps whose load concentrates on the first experts."""
   rng = np.random.default_rng(0)
   return [
     draw(rng, (4 * T, K), np.exp(-step / STEPS * np.arange(E)))
@@ -27,7 +27,7 @@ def routings():
 
 
 def dropped(a_layer, capacity, topk_idx):
-  """Returns how many choices each rank drops, by the oracle."""
+  """Returns the number of dropped choices per rank, by the oracle."""
   P, L = a_layer.ep_size, a_layer.num_local_experts
   counts = []
   for ids in topk_idx.reshape(-1, P, T, K):
@@ -57,7 +57,7 @@ def dropped(a_layer, capacity, topk_idx):
   ],
 )
 def test_drops_are_those_of_the_contract(mesh, alignment, drop_by, limit):
-  """They are exact, and no smaller capacity has as few as asked for."""
+  """Drop counts are exact, and a smaller capacity exceeds the limit."""
   policy = dict(overflow="drop", drop_by=drop_by) if drop_by else {}
   a_layer = layer(mesh, alignment=alignment, **policy)
   steps = routings()
@@ -80,7 +80,7 @@ def test_drops_are_those_of_the_contract(mesh, alignment, drop_by, limit):
 
 
 def test_a_recorded_folder_and_its_table(tmp_path):
-  """Every complete step of the layer's name counts, whatever ranks had it."""
+  """Uses each complete step of the layer's name, recorded on other ranks."""
   steps, a_layer = routings(), layer(name="moe_3")
   files.Writer(tmp_path, 0).write(
     files.Call("moe_3", 2, 1, rank, step, 0, "jit_f#0/1", step, half)
@@ -101,7 +101,7 @@ def test_a_recorded_folder_and_its_table(tmp_path):
 
 @has_no_limits
 def test_a_group_without_sizes():
-  """Tokens are those of the routings, and bytes are not known."""
+  """Takes the number of tokens from the routings, and reports no bytes."""
   steps, mesh = routings(), make_mesh({"ep": 4})
   expected = ep.suggest_capacity(layer(), steps)
   with ep.ep_bootstrap(
@@ -115,7 +115,7 @@ def test_a_group_without_sizes():
     assert got.bytes is None
     assert "bytes" in str(expected) and "bytes" not in str(got)
     assert len(str(got).splitlines()) == 2 + len(got.candidates)
-    # A slab for each expert is the least, and the layer accepts it.
+    # The minimum is a row per expert, and the layer accepts it.
     none = np.full((4, K), -1)
     assert ep.suggest_capacity(a_layer, [none]).capacity == E // 4
     a_layer.replace(recv_capacity_per_rank=E // 4)
@@ -132,7 +132,7 @@ def test_pictures_need_matplotlib(tmp_path, monkeypatch):
   assert (tmp_path / "drops.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_asked():
+def test_wrong_arguments_are_refused():
   for steps, limit, error, words in [
     ([], 0, ValueError, "there is no step"),
     (routings(), 1.0, ValueError, "drop_probability = 1.0"),

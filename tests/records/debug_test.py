@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.debug.plot_routing returns a text, and writes it or a picture."""
+"""ep.debug.plot_routing returns a text, and writes the text or a picture."""
 
 import sys
 
@@ -13,7 +13,7 @@ from ep.debug import plot_routing, RoutingSizes
 from groups import layer, ranks
 
 SIZES = RoutingSizes(num_experts=4, ep_size=2, alignment=2, capacity=4)
-# Two ranks have two tokens each, which are those of docs/semantics.md.
+# The example of docs/semantics.md: two ranks with two tokens each.
 IDS = np.array([[0, 2], [0, 3], [0, 1], [2, -1]])
 
 

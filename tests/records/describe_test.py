@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.describe gives the oracle's numbers for the ranks of this process."""
+"""ep.describe returns the oracle's numbers for the ranks of this process."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ def handle_of(ops):
 
 
 def check_summary(summary, case, which):
-  """Checks that the summary has the oracle's numbers for the ranks `which`."""
+  """Checks the summary against the oracle's numbers for the ranks `which`."""
   sizes = case.oracle.sizes()
   ends = sizes.group_sizes.cumsum(1)
   for name, array in [
@@ -79,7 +79,7 @@ def test_local_view():
 
 
 def test_imbalance():
-  """Rank 3 receives all tokens, and one of its two experts takes them all."""
+  """All tokens choose one of the two experts of rank 3."""
   case = Case(layer(), "to_one_expert")
   summary = ep.describe(case.run(handle_of))
   expected = [1, 1, 1, 2]
@@ -134,7 +134,7 @@ def test_refuses_handles_without_numbers():
 
 
 def test_a_plot_needs_all_routing():
-  """If other processes hold a part, the error says how to gather it."""
+  """With several processes, the error says how to gather the routing."""
   case = Case(layer(), "skewed")
   ids = case.put(case.topk_idx)
   if jax.process_count() > 1:

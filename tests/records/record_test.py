@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.replay gives back what ep.record writes, whenever the run ended."""
+"""ep.replay returns the choices that ep.record wrote, even after SIGKILL."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def ids(*lead, seed=0):
 
 
 def replayed(folder):
-  multihost_utils.sync_global_devices("recorded")  # other processes wrote, too
+  multihost_utils.sync_global_devices("recorded")  # All processes have written.
   return ep.replay(folder)
 
 
@@ -56,12 +56,11 @@ def put(a_layer, array, axes=0):
 
 
 def test_each_call_is_recorded_once(folder):
-  """Neither what was compiled before nor what is computed again matters.
+  """A program records each call once, even if it was compiled before.
 
-  A block that is rematerialised in a scan makes a call in each iteration, in a
-  program that was traced without a record, and lacks rows in some of them.
-  Weights are recorded as float32, also where the layer has no other use for
-  them in `ep_prepare`.
+  A rematerialized block in a scan makes one recorded call per iteration, some
+  with dropped rows. Weights are recorded as float32, also if the layer ignores
+  the weights of `ep_prepare`.
   """
   narrow = dict(overflow="drop", drop_by="weight", recv_capacity_per_rank=18)
   layers = {
@@ -87,7 +86,7 @@ def test_each_call_is_recorded_once(folder):
     return jax.grad(loss)(x)
 
   a_layer = layers["one"]
-  if jax.process_count() > 1:  # Each of the views has a world.
+  if jax.process_count() > 1:  # One process tests the global view.
     split = jax.sharding.PartitionSpec(None, *spec(a_layer))
     gradient = jax.shard_map(
       gradient,
@@ -127,13 +126,13 @@ def test_each_call_is_recorded_once(folder):
       weights = record.topk_weights(name, step, call)
       assert weights.dtype == np.float32
       np.testing.assert_array_equal(weights, got / 4)
-  # The devices of another mesh have their parts of the choices.
+  # The choices are split over the devices of another mesh.
   forced = record.forced_idx(layer("ep2_dp2", name="one"), 2)
   assert_shards_equal(forced, choices["one"][2, 0])
 
 
 def test_calls_outside_of_a_program_and_of_examples(folder):
-  """Each example of a `vmap` makes a call, and so does each eager op."""
+  """Each example of a `vmap` and each eager op makes a call."""
   a_layer, choices = layer(), ids(5).astype(np.int64)
   with ep.record(folder, weights=True), jax.enable_x64(True):
     for idx in choices[:2]:
@@ -152,7 +151,7 @@ def test_calls_outside_of_a_program_and_of_examples(folder):
 
 @of_one_process
 def test_drops_are_recorded(folder):
-  """A choice that is dropped is recorded as it was."""
+  """Dropped choices are recorded unchanged."""
   a_layer = layer(overflow="drop", drop_by="fair", recv_capacity_per_rank=10)
   rng = np.random.default_rng(0)
   ids = draw(rng, (R * T, K), np.exp(-np.arange(E)))
@@ -172,7 +171,7 @@ def test_drops_are_recorded(folder):
 
 @of_one_process
 def test_chunks_are_one_call(folder):
-  """A layer that runs in chunks is recorded as one that does not."""
+  """A layer that runs in chunks records one call per step."""
   a_layer = layer(overflow="chunk", recv_capacity_per_rank=16)
   busy = np.broadcast_to(np.arange(K, dtype=np.int32), (R * T, K))
   matrices = {"w_up": np.ones((E, H, 2)), "w_down": np.ones((E, 2, H))}
@@ -186,7 +185,7 @@ def test_chunks_are_one_call(folder):
     return ep.moe_layer(a_layer, x, idx, idx / 4, **matrices).sum()
 
   args = put(a_layer, np.ones((R * T, H), np.float32)), put(a_layer, busy)
-  with ep.record(folder, flush_s=np.inf):  # at the end alone
+  with ep.record(folder, flush_s=np.inf):  # Flushes only at the end.
     for _ in range(2):
       jax.block_until_ready(jax.jit(jax.grad(loss))(*args, matrices))
   record = replayed(folder)
@@ -196,7 +195,7 @@ def test_chunks_are_one_call(folder):
 
 @of_one_process
 def test_another_mesh_replays_the_choices(folder):
-  """Ids come from the record, and weights from the logits of now."""
+  """Ids come from the record, and weights from the current logits."""
   config = ep.MoEConfig(H, 6, E, K)
   init = jit_quickly(lambda key: ep.moe.init(key, config))
   x = np.random.default_rng(0).normal(size=(R * T, H)).astype(np.float32)
@@ -241,7 +240,7 @@ def test_another_mesh_replays_the_choices(folder):
 
 
 def test_a_record_that_cannot_be_made(folder, tmp_path):
-  """It is refused before a program runs."""
+  """Errors are raised before a program runs."""
   for arguments, words in [
     (dict(layers="moe"), r"pass \['moe'\]"),
     (dict(calls_per_step=2.5), "calls_per_step = 2.5"),
@@ -283,9 +282,9 @@ def test_a_record_that_cannot_be_made(folder, tmp_path):
   reason="XLA's collectives wait for a process that has failed",
 )
 def test_files_that_cannot_be_written(tmp_path):
-  """A program of that process says so, and all other ranks have an error.
+  """The process raises the error, and all other ranks raise an error.
 
-  Of several processes, the last one has the failure.
+  With several processes, the last one fails.
   """
   is_hit = jax.process_index() == jax.process_count() - 1
   lost, idx = tmp_path / "lost", ids()
@@ -303,14 +302,14 @@ def test_files_that_cannot_be_written(tmp_path):
         lost.rename(tmp_path / "moved")
       for _ in range(10_000):
         jax.block_until_ready(program(idx))
-  if is_hit:  # what the context says follows what the program said
+  if is_hit:  # The context's error is chained to the program's error.
     inside = left.value.__context__
     assert isinstance(inside, ep.EpError)
     assert "cannot write to" in str(inside)
 
 
 def test_nothing_was_recorded(tmp_path):
-  """A warning says which layers there were, at the line of the user."""
+  """A warning at the user's line names the traced layers."""
   a_layer = layer()
   idx = put(a_layer, ids())
   compiled = jax.jit(lambda i: ep.ep_prepare(a_layer, i)).lower(idx).compile()
@@ -329,7 +328,7 @@ def test_nothing_was_recorded(tmp_path):
 
 @of_one_process
 def test_a_killed_run_leaves_what_it_wrote(tmp_path):
-  """The process ends between two flushes, without any cleanup."""
+  """SIGKILL hits the process between two flushes."""
   program = textwrap.dedent(f"""
     import os, signal, sys, time, pathlib
     sys.path.insert(0, {os.path.dirname(__file__)!r})
@@ -352,7 +351,7 @@ def test_a_killed_run_leaves_what_it_wrote(tmp_path):
 
 @of_one_process
 def test_a_replay_drops_again(folder):
-  """So the outputs have the same bits as when they were recorded."""
+  """Outputs have the same bits as in the recorded run."""
   hidden = 32
   mesh_group = group("ep4", hidden_dim=hidden)
   config = ep.MoEConfig(
@@ -368,7 +367,7 @@ def test_a_replay_drops_again(folder):
   layer = ep.MoE(config, mesh_group)
   params = ep.moe.init(jax.random.key(0), config)
   skew = 2.0 * (np.arange(E) < 2)
-  params["router"] += skew.astype(np.float32)  # crowds the first rank
+  params["router"] += skew.astype(np.float32)  # Overloads the first rank.
   specs = ep.moe.partition_specs(config)
   params = {
     name: to_global(np.asarray(x), mesh_group.mesh, specs[name])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.replay reads what was written, and names what is wrong with it."""
+"""ep.replay reads a record, and names faults of damaged files."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from groups import E, K, layer
 
 
 def calls(steps, ranks=(0, 1), **changes):
-  """Yields calls of two ranks, whose ids tell step and rank."""
+  """Yields calls of two ranks, whose ids encode step and rank."""
   for step in steps:
     for rank in ranks:
       yield files.Call(
@@ -31,7 +31,7 @@ def calls(steps, ranks=(0, 1), **changes):
 
 
 def test_ranks_may_run_independent_calls_in_any_order(tmp_path):
-  """Sites and runs tell which calls belong together, and rank 0 the order."""
+  """Sites and runs group calls, and rank 0 determines their order."""
   rows = [
     call._replace(site=site, step=step, run=0, topk_idx=call.topk_idx + add)
     for rank, order in [(0, "ab"), (1, "ba")]
@@ -46,7 +46,7 @@ def test_ranks_may_run_independent_calls_in_any_order(tmp_path):
 
 
 def test_steps_may_differ_in_their_tokens(tmp_path):
-  """So may calls that have weights or none, but not the ranks of a step."""
+  """Calls with and without weights may mix; ranks of a step must agree."""
   other, weights = np.full((1, K), 7), np.ones((2, K), np.float32)
   files.Writer(tmp_path, 0).write(
     [
@@ -66,8 +66,8 @@ def test_steps_may_differ_in_their_tokens(tmp_path):
     record.topk_weights("moe", 0)
 
 
-def test_what_is_no_record_is_an_error(tmp_path):
-  """A file that is truncated, damaged, foreign or missing is told."""
+def test_bad_files_are_errors(tmp_path):
+  """Errors name files that are truncated, damaged, foreign or missing."""
   with pytest.raises(ValueError, match="holds no record"):
     ep.replay(tmp_path)
   for process, ranks in (0, [0]), (1, [1]):
@@ -76,7 +76,7 @@ def test_what_is_no_record_is_an_error(tmp_path):
     writer.write(calls([2], ranks))
   first, last = tmp_path / "00000-000000.npz", tmp_path / "00001-000001.npz"
   whole = first.read_bytes()
-  (tmp_path / "00001-000002.npz.part").write_bytes(whole[:100])  # was killed
+  (tmp_path / "00001-000002.npz.part").write_bytes(whole[:100])  # After a kill.
   assert ep.replay(tmp_path).steps("moe") == (0, 1, 2)
   for broken, words in [
     (whole[: len(whole) // 2], "truncated or damaged"),
@@ -131,14 +131,14 @@ def test_what_is_no_record_is_an_error(tmp_path):
     ("topk_idx", lambda x: x + 2**32, "has ids in .*, but valid ids are -1..7"),
     ("topk_idx", lambda x: x + E, "but valid ids are -1..7"),
     ("step", lambda x: x + 2**30, "not there of ranks"),
-    ("step", lambda x: x + 2**40, "its columns are not those"),
+    ("step", lambda x: x + 2**40, "its columns differ"),
     ("num_ranks", lambda _: np.int32(2**31 - 1), r"of ranks \[2, 3, 4, "),
     ("calls_per_step", lambda _: np.int32(2**31 - 1), None),
     ("run", lambda x: x + 2**62, None),
   ],
 )
 def test_contents_that_were_changed(column, change, words, tmp_path):
-  """They cost no more memory than a record, and nothing is made up."""
+  """Hostile values cost no more memory than a record, and invent no choices."""
   few = (call._replace(topk_idx=call.topk_idx % E) for call in calls([0, 1]))
   files.Writer(tmp_path, 0).write(few)
   (path,) = tmp_path.iterdir()
@@ -186,7 +186,7 @@ def test_a_record_does_not_fit_every_layer(tmp_path):
 
 
 def test_one_of_two_writers_has_the_folder(tmp_path):
-  """Also if they begin at a time, and whether or not it has written yet."""
+  """Holds before and after the first writer has written."""
   first = files.Writer(tmp_path, 0)
   for _ in range(2):
     with pytest.raises(ValueError, match="holds a record already"):

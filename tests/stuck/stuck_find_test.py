@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep stuck reads only what it should, of this process and of others."""
+"""`ep stuck` finds the right records, and survives damaged ones."""
 
 import json
 import os
@@ -20,11 +20,11 @@ import programs
 
 
 def own_report():
-  """Returns what is found of this process."""
+  """Returns the report about this process."""
   return "\n".join(stuck.report(stuck.find([os.getpid()])))
 
 
-@not_with_xla("nothing is known of its ranks")
+@not_with_xla("no status of its ranks")
 def test_a_group_that_ended_is_not_printed():
   group = bootstrap(make_mesh({"ep": 4}), name="an ended group")
   with group:
@@ -57,13 +57,13 @@ def test_other_processes_are_refused(capsys):
 
 
 def test_another_user_is_refused(monkeypatch):
-  """This process is then of another user."""
+  """With another user id, this process belongs to another user."""
   monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
   assert "is another user's; ask as that user" in stuck.main([str(os.getpid())])
 
 
 def record(**fields):
-  """Returns the bytes of a record, with other fields."""
+  """Returns the bytes of a record with changed fields."""
   wait = dict(op="ep_x", waiting="rank 0", missing="rank 1", since=1.0)
   other = dict(rank="rank 1", last="", since=1.0)
   good = dict(pid=os.getpid(), time=2.0, group="g", job="", process=0)
@@ -72,7 +72,7 @@ def record(**fields):
 
 
 def memory(text, number=2, max_bytes=None, size=None, magic=b"ep_text1"):
-  """Returns the bytes that shared_text.h describes; text 2 is in buffer 0."""
+  """Returns the bytes of shared_text.h's format; text 2 is in buffer 0."""
   max_bytes = len(text) if max_bytes is None else max_bytes
   size = len(text) if size is None else size
   head = struct.pack("=8sQQQQ", magic, number, max_bytes, size, 0)
@@ -101,7 +101,7 @@ BAD = {
 
 
 def processes_with(bytes_of_memory):
-  """Returns what is found if this process has such a record."""
+  """Returns the processes found while this process has such a record."""
   file = os.memfd_create("ep_status")
   try:
     os.write(file, bytes_of_memory)
@@ -129,7 +129,7 @@ def test_what_is_printed_does_not_control_a_terminal():
 
 
 def test_a_record_of_another_process_is_not_taken():
-  """As a forked child has the descriptors of its parent."""
+  """A forked child inherits the descriptors of its parent."""
   found = processes_with(memory(record(pid=os.getppid(), group="theirs")))
   assert "theirs" not in [r.group for process in found for r in process.records]
 
@@ -154,8 +154,8 @@ def test_a_process_is_found_while_it_opens_and_closes_files():
     thread.join()
 
 
-def test_the_signal_of_a_program_stays_its_own():
-  """Stacks are then not shown, and nothing is sent."""
+def test_a_signal_that_the_program_handles_is_not_sent():
+  """`ep stuck` then shows no stacks."""
   program = """
 import faulthandler, os, signal, time
 signal.signal(signal.SIGRTMAX - 7, lambda *_: print("a signal"))
@@ -168,8 +168,8 @@ assert stuck.find([os.getpid()]) == []
   assert (code, text) == (0, "")
 
 
-def test_stacks_are_not_asked_of_who_would_end(capsys):
-  """A process that does not catch the signal gets none, whatever it has."""
+def test_a_process_that_the_signal_would_kill_gets_no_signal(capsys):
+  """The process offers stacks but does not catch the signal."""
   number = signal.SIGRTMAX - 7
   program = f"""
 import os, time

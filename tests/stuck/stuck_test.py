@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep stuck, in a process of its own, says what hangs and where."""
+"""`ep stuck`, started as a separate process, names hanging ranks and ops."""
 
 import os
 import re
@@ -18,38 +18,46 @@ from ep._tools import stuck
 from groups import bootstrap, not_with_xla, spec
 import programs
 
-LATE = 2  # a rank, whose process is the last one
+LATE = 2  # A rank of the last process.
 IS_LATE = jax.process_index() == jax.process_count() - 1
+# Seconds until a hang fails the test; a busy machine starts programs slowly.
+# Ranks wait longer than WAIT_S, so that an awaited state cannot disappear.
+WAIT_S = 60
 
-host_only = not_with_xla("nothing is known of its ranks")
+host_only = not_with_xla("no status of its ranks")
 
 
 def output(*args):
-  """Returns what the command prints, which succeeds."""
-  code, text = programs.run(stuck.__file__, *args)  # which imports no JAX
+  """Runs `ep stuck`, which must succeed, and returns its output."""
+  code, text = programs.run(stuck.__file__, *args)  # Imports no JAX.
   assert code == 0, text
   return text
 
 
 def wait_for(patterns, *args):
-  """Returns the first output that has all patterns, within some seconds."""
-  deadline = time.monotonic() + 20
+  """Runs `ep stuck` until its output matches all patterns; returns it."""
+  deadline = time.monotonic() + WAIT_S
   while True:
+    is_last = time.monotonic() > deadline
     text = output(*args)
     if all(re.search(pattern, text) for pattern in patterns):
       return text
-    assert time.monotonic() < deadline, text
+    assert not is_last, text
 
 
 def wait_until(path):
-  deadline = time.monotonic() + 30
-  while not path.exists():
-    assert time.monotonic() < deadline, f"{path} does not come"
+  deadline = time.monotonic() + 3 * WAIT_S
+  while True:
+    # Read the clock first: SIGSTOP may stop this process at any line.
+    is_last = time.monotonic() > deadline
+    if path.exists():
+      return
+    assert not is_last, f"no file {path}"
     time.sleep(0.02)
 
 
 def names(*ranks):
-  """Returns a pattern of the names of ranks."""
+  """Returns a pattern of the ranks' names."""
   processes = jax.process_count()
   name = "rank {}" if processes == 1 else "rank {} (process {})"
   texts = [name.format(r, r * processes // 4) for r in ranks]
@@ -61,7 +69,7 @@ def op(name):
 
 
 class Step:
-  """A program whose rank LATE may be late between two ops."""
+  """A program whose rank LATE waits between two ops until `may_go_on`."""
 
   def __init__(self, group):
     config = ep.EpLayerConfig(group, name="moe_3")
@@ -96,22 +104,24 @@ class Step:
   def a_slow_callback(self, rank, number):
     if int(rank) == LATE:
       self.is_late.set()
-      assert self.may_go_on.wait(60)
+      assert self.may_go_on.wait(3 * WAIT_S)
     return np.asarray(number)
 
   def launch(self):
     return self.step(*self.args)
 
   def check(self, rows):
-    """Checks that nothing has changed the result."""
+    """Checks that the result is unchanged."""
     expected, _ = self.case.oracle.dispatch(*self.arrays)
     assert_shards_equal(rows, expected)
 
 
 @host_only
 def test_a_rank_that_is_late_is_named():
-  """So are the op, its layer and the ranks that wait, and Python's stack."""
-  group = bootstrap(make_mesh({"ep": 4}), name="a late group", timeout_s=120)
+  """Also names the op, its layer and the waiting ranks; prints the stack."""
+  group = bootstrap(
+    make_mesh({"ep": 4}), name="a late group", timeout_s=4 * WAIT_S
+  )
   patterns = [
     'group "a late group", process',
     rf"{op('dispatch')}: {names(0, 1, 3)} waited \d+\.\d s for {names(LATE)}"
@@ -128,7 +138,7 @@ def test_a_rank_that_is_late_is_named():
     rows = step.launch()
     try:
       if IS_LATE:
-        assert step.is_late.wait(30)
+        assert step.is_late.wait(WAIT_S)
         wait_for([*patterns, stack, "in a_slow_callback"], os.getpid())
         wait_for(patterns)
     finally:
@@ -139,7 +149,9 @@ def test_a_rank_that_is_late_is_named():
 @host_only
 @pytest.mark.skipif(jax.process_count() == 1, reason="it would stop itself")
 def test_a_stopped_process_is_named(folder):
-  group = bootstrap(make_mesh({"ep": 4}), name="a stopped group", timeout_s=120)
+  group = bootstrap(
+    make_mesh({"ep": 4}), name="a stopped group", timeout_s=4 * WAIT_S
+  )
   waits = (
     rf"{op('prepare')}: {names(0, 1)} waited \d+\.\d s for {names(2)} whose"
     rf" last op was {op('dispatch')}, {names(3)} whose last op was"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule of ep.testing catches a transport or a layer that breaks it.
+"""Each rule of ep.testing detects a transport or a layer that breaks the rule.
 
-A broken subject is a right one with one fault. Some declare less, which makes
-them right again.
+A broken transport is a correct transport with one fault. Some faults are
+allowed if the transport declares weaker guarantees.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ import ep
 from ep.testing import _rank, Received, Tolerance, Transport
 from ep.testing._rules import RULES
 
-# Each is a rule, a subject that breaks it, and what each failure says.
+# (rule, broken transport or layer, pattern of each failure)
 BROKEN = []
-SEED = 0  # of all cases
+SEED = 0
 
 ROW = r"rank \d, expert \d+, row \d+ \(token \d+ of rank \d\)"
 TOKEN = r"rank \d, token \d+ \(of experts [-\d, ]+\)"
@@ -31,7 +31,7 @@ VALUES = r"is \S+, but the oracle has \S+; \d+ of \d+ values are wrong"
 
 
 def _breaks(rule, says, base=HOST, **declared):
-  """Adds a subject whose functions are those of `base`, altered by `alter`."""
+  """Adds the transport `base` with functions altered by `alter`."""
 
   def add(alter):
     subject = dataclasses.replace(
@@ -47,12 +47,12 @@ def _breaks(rule, says, base=HOST, **declared):
 
 
 def _then(dispatch, alter):
-  """Returns a dispatch that alters what another received."""
+  """Returns `dispatch` with its result altered."""
   return lambda *args: alter(dispatch(*args))
 
 
 def _with(name, dispatch, alter):
-  """Returns a dispatch that alters one array that another received."""
+  """Returns `dispatch` with one array of its result altered."""
 
   def altered(received):
     return received._replace(**{name: alter(getattr(received, name))})
@@ -66,7 +66,7 @@ _with_weights = functools.partial(_with, "weights")
 
 
 def _identity(backward):
-  """Returns the identity, with another function as its backward pass."""
+  """Returns the identity with `backward` as backward pass."""
 
   @jax.custom_vjp
   def same(x):
@@ -77,7 +77,7 @@ def _identity(backward):
 
 
 def _in_slabs(received):
-  """Returns whether each row `[C, 1]` comes before the tail."""
+  """Returns whether each row `[C, 1]` is before the tail."""
   slots = jnp.arange(len(received.rows))[:, None]
   return slots < received.group_sizes.sum()
 
@@ -98,7 +98,7 @@ def returns_a_tuple(setting, dispatch, combine):
 
 
 def _taken(x, at):
-  """Returns rows bit for bit; XLA may make other NaNs of those of 16 bits."""
+  """Gathers rows bit for bit; XLA may change the bits of 16-bit NaNs."""
   if x.dtype == jnp.float32:
     return x[at]
   bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -223,7 +223,7 @@ def adds_up_in_bfloat16(setting, dispatch, combine):
 
 
 def _in_halves(combine):
-  """Returns a combine that adds up even and odd rows, and then both sums."""
+  """Returns a combine that sums even and odd rows separately, then adds."""
 
   def other(rows, state):
     even = jnp.arange(len(rows))[:, None] % 2 == 0
@@ -303,7 +303,7 @@ def drops_gradients_of_padded_slabs(setting, dispatch, combine):
 
 
 def _with_tangent(alter):
-  """Returns the identity, with another function of its tangent."""
+  """Returns the identity with `alter` applied to the tangent."""
 
   @jax.custom_jvp
   def same(x):
@@ -416,7 +416,7 @@ def keeps_the_sign_of_a_zero_sum(setting, dispatch, combine):
 
 
 def _called_with(fn, x):
-  """Returns what `fn` makes of the rank and of `x`, as NumPy arrays."""
+  """Returns `fn(rank, x)`, called with NumPy arrays."""
   return jax.pure_callback(fn, x, lax.axis_index("ep"), x)
 
 
@@ -474,7 +474,7 @@ def keeps_memory_of_every_step(setting, dispatch, combine):
 
 
 def _alone(setting):
-  """Builds a transport that does not exchange anything."""
+  """Builds a transport that exchanges no rows."""
 
   def dispatch(tokens, topk_idx, topk_weights):
     rows = jnp.zeros((setting.capacity, setting.hidden), tokens.dtype)
@@ -497,7 +497,7 @@ BROKEN += [
 
 
 def _waiting(setting):
-  """Builds a transport that waits without end in its third step."""
+  """Builds a transport that hangs in its third step."""
   steps = {}
 
   def step(rank, topk_idx):
@@ -573,7 +573,7 @@ def _second_step_fails():
   ],
 )
 def test_an_error_without_a_cause_is_no_report(task, make, says):
-  """A subject whose second call always fails detects no death by that."""
+  """A transport whose second call always fails does not detect a dead rank."""
   with pytest.raises(Exception, match=says):
     task(make(), 0)
 
@@ -584,7 +584,7 @@ def test_an_error_without_a_cause_is_no_report(task, make, says):
   ids=[f"{rule}-{subject.name}" for rule, subject, _ in BROKEN],
 )
 def test_it_is_caught(rule, subject, says):
-  """The first case that fails names the fault, and says how to repeat it."""
+  """The first failure names the fault, and says how to repeat the case."""
   for param in ep.testing.cases(subject, [rule], seed=SEED):
     (case,) = param.values
     try:
@@ -622,8 +622,8 @@ def test_each_rule_catches_something():
   ],
   ids=lambda x: getattr(x, "name", None),
 )
-def test_what_declares_less_is_right(subject, declared, rules):
-  """Rows in any order, or sums in any order, are no faults then."""
+def test_weaker_declarations_allow_some_faults(subject, declared, rules):
+  """A transport may declare rows or sums in any order."""
   weaker = dataclasses.replace(subject, alignments=(1,), **declared)
   report = ep.testing.check(weaker, [*rules, "gradients"])
   assert report.passed, report

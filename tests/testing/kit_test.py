@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports and a layer follow the rules of ep.testing.
+"""Tests transports and a layer with the rules of ep.testing.
 
-Where several processes run this file, the rules that start ranks do not run,
-and neither do subjects besides that of the platform's own backend.
+With several processes, only the transport of the platform's default backend
+runs, and no rules that start ranks.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def test_conformance(case):
   case.check()
 
 
-def test_cases_are_named_and_what_is_not_declared_has_a_reason():
+def test_cases_have_names_and_skipped_rules_have_reasons():
   params = {case.id: case for case in ep.testing.cases(PADDED)}
   assert any(id.startswith("gradients-float32-to_one_expert-") for id in params)
   assert any(id.startswith("rows-bfloat16-") for id in params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subjects that this repository holds to the rules of `ep.testing`."""
+"""The transports and the layer that kit_test tests with `ep.testing`."""
 
 import functools
 
@@ -15,7 +15,7 @@ from ep.testing import Layer, Received, Tolerance, Transport
 
 TIMEOUT_S = 20.0
 DTYPES = ("float32", "bfloat16", "float16")
-INNER = 4  # of an expert of a layer
+INNER = 4  # Inner size of an expert.
 
 
 def _ep(setting, *, overflow="drop", **options):
@@ -44,7 +44,7 @@ def _ep(setting, *, overflow="drop", **options):
 
 
 def _has_aligned_slabs(setting):
-  """Returns whether ep accepts the capacity."""
+  """Returns whether the capacity suffices for one block per expert."""
   return setting.capacity >= setting.alignment * setting.num_local_experts
 
 
@@ -66,7 +66,7 @@ HOST = Transport(
   scales=True,
 )
 
-# XLA's collectives wait for a process that died or disagrees as they please.
+# XLA's collectives guarantee no error if a process dies or disagrees.
 XLA = Transport(
   name="ep, backend xla",
   build=functools.partial(_ep, backend="xla", overflow="error"),
@@ -83,13 +83,13 @@ XLA = Transport(
 
 
 def _nccl(setting):
-  """Builds the ops with the sizes for which nccl allocates its buffers."""
+  """Builds the ops with the buffer sizes that nccl needs."""
   sizes = dict(max_tokens_per_rank=setting.tokens, hidden_dim=setting.hidden)
   return _ep(setting, backend="nccl", **sizes)
 
 
-# An overflow and ranks that disagree are reported by a later op.
-# These are the limits in docs/gpu.md that a drawn size may exceed.
+# nccl reports an overflow and disagreeing ranks in a later op. `supports` has
+# the limits of docs/gpu.md that a drawn size may exceed.
 NCCL = Transport(
   name="ep, backend nccl",
   supports=lambda setting: (
@@ -113,7 +113,7 @@ NCCL = Transport(
 
 
 def _layout(setting):
-  """Returns the layout of a contender with room for every routing."""
+  """Returns the layout of a contender with capacity for every routing."""
   shape = Shape(
     setting.tokens, setting.hidden, setting.top_k, setting.num_experts, INNER
   )
@@ -146,7 +146,7 @@ def _padded(setting):
 PADDED = Transport(
   name="sort + padded all_to_all",
   build=_padded,
-  # No benchmark has experts of more rows.
+  # No benchmark sends more rows to an expert.
   supports=lambda setting: setting.tokens <= 400,
   dtypes=("float32", "bfloat16"),
   tolerance=Tolerance(1),
@@ -190,8 +190,8 @@ ONE_HOT = Layer(
   name="GShard's one-hot layer",
   build=_one_hot,
   expert=_swiglu,
-  # A product that sums over more rounds more often than the tolerance counts.
-  # Programs have each expert by itself.
+  # A product over more elements rounds more often than the tolerance allows.
+  # The number of experts determines the size of the program.
   supports=lambda setting: (
     setting.hidden <= 32 and setting.tokens <= 40 and setting.num_experts <= 8
   ),
@@ -201,15 +201,15 @@ ONE_HOT = Layer(
   jvp=True,
 )
 
-# The rules for contenders of the benchmarks, which need no more.
+# The rules for the contenders of the benchmarks.
 _OF_BENCHMARKS = "sizes rows weights tail output gradients jvp second_order"
 _BENCHMARKS = {x: _OF_BENCHMARKS.split() for x in (PADDED, ONE_HOT)}
-# scales_test moves scales of each dtype over XLA, on fewer ranks as well.
+# scales_test tests scales of each dtype on the xla backend.
 _OF_XLA = (
   f"{_OF_BENCHMARKS} padding special_values unread repeatable overflow soak"
 )
 
-# The subjects of each platform, and the rules for them; None stands for all.
+# Transports and layers per platform, and their rules; None stands for all.
 SUBJECTS = {
   "cpu": {HOST: None, XLA: _OF_XLA.split()} | _BENCHMARKS,
   "gpu": {NCCL: None} | _BENCHMARKS,

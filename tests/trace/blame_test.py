@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.explain blames the rank and the layer that a cause was planted in.
+"""ep.explain blames the rank and the layer of a planted cause.
 
     python -m ep launch --num_processes=4 \
         -m pytest tests/trace/blame_test.py --plants=100
 
-plants as many causes, and runs as many times without one. Process 0 prints what
-was blamed wrongly. A dead rank is death_test's.
+plants 100 causes, and runs 100 times without a cause. Process 0 prints the
+wrong blames. death_test covers dead ranks.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 32, 2, 8
 STEPS = 8
 LATE_S = 0.02
 TIMEOUT_S = 3.0
-# Experts sleep, as if each rank had a device of its own: the ranks of a test
-# share two cores.
+# Experts sleep ROW_S per row instead of computing: the ranks of a test share
+# cores, and a sleep simulates a device per rank.
 ROW_S = 1e-4
 
 
 class Cause:
-  """What is planted; callbacks read it, so that no program changes."""
+  """A planted cause; callbacks read it, so that the program is the same."""
 
   def __init__(self, kind=None, rank=-1, layer=""):
     self.kind, self.rank, self.layer = kind, rank, layer
@@ -53,10 +53,10 @@ class Cause:
     if self.kind == "stop":
       stop(1.5 * TIMEOUT_S)
     while self.kind == "busy" and time.monotonic() < until:
-      hashlib.sha256(bytes(1 << 16))  # lets other threads call Python
+      hashlib.sha256(bytes(1 << 16))  # Releases the GIL.
 
   def choices(self, rng, layer):
-    """Returns the choices of all tokens: half of them the planted rank's."""
+    """Returns all tokens' choices; a skew sends half to the planted rank."""
     scores = rng.random((4, TOKENS, EXPERTS))
     if (self.kind, self.layer) == ("skew", layer):
       mine = slice(2 * self.rank, 2 * self.rank + 2)
@@ -72,7 +72,7 @@ class Cause:
     """Returns whether the explanation begins with this cause."""
     if self.kind in ("stop", "stray"):
       ranks = explanation.failure.ranks
-      if self.kind == "stop" and len(ranks) > 1:  # all of the process
+      if self.kind == "stop" and len(ranks) > 1:  # All ranks of the process.
         return self.rank in ranks and len(ranks) == len(jax.local_devices())
       return ranks == (self.rank,)
     found = [
@@ -82,7 +82,7 @@ class Cause:
 
 
 def stop(seconds):
-  """Stops this process for a while, if there are others; else this thread."""
+  """Stops this process for `seconds`, or this thread if it is the only one."""
   if jax.process_count() == 1:
     return time.sleep(seconds)
   wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
@@ -92,7 +92,7 @@ def stop(seconds):
 
 @pytest.fixture
 def run(folder):
-  """Returns a function that traces steps with a cause, and their blames."""
+  """Returns a function that traces steps with a cause and explains them."""
   cause = Cause()
 
   def delay(layer, rank, number):
@@ -168,7 +168,7 @@ def run(folder):
             jax.block_until_ready(step(x, choices, strays))
       except ep.EpError:
         multihost_utils.sync_global_devices("all have failed")
-        if jax.process_index():  # process 0 merges the parts
+        if jax.process_index():  # Process 0 merges the parts.
           return None
       return ep.explain(traces)
 
@@ -177,7 +177,7 @@ def run(folder):
 
 
 def test_causes_are_found(run, request):
-  """At most one of 20 is missed, and nothing is blamed without a cause."""
+  """Misses at most 1 of 20 causes, and blames no rank without a cause."""
   count = request.config.getoption("--plants")
   wrong, blamed = [], []
   for seed in range(count):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.explain reads traces, and blames whom it must."""
+"""ep.explain reads traces, and blames the right ranks."""
 
 import contextlib
 import gzip
@@ -26,7 +26,7 @@ def test_a_part_that_is_missing_is_named(tmp_path):
 def steps(rng, late=None, rows=(9, 9, 9, 9), num_steps=20):
   """Yields exchanges of 20 ms steps with noise; `late` is (rank, op, s).
 
-  Experts take 1 ms for each row.
+  Experts take 1 ms per row.
   """
   now = 0.0
   for step in range(num_steps):
@@ -67,7 +67,7 @@ def test_planted_causes_are_found(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_all_late_ranks_are_blamed(seed):
-  """So are three of eight, of which none is the last in half of the steps."""
+  """Blames three of eight ranks, although none is last in half of the steps."""
   rng = np.random.default_rng(seed)
   late = rng.choice(8, 3, replace=False).tolist()
   exchanges = list(steps(rng, rows=[9] * 8))
@@ -134,7 +134,7 @@ def test_another_file_is_refused(name, tmp_path):
     ep.explain(path)
 
 
-def test_any_value_of_a_file_may_be_wrong(tmp_path):
+def test_any_wrong_value_of_a_file_is_a_value_error(tmp_path):
   rng = np.random.default_rng(0)
   failure = dict(
     op="ep_combine", layer="a", step=1, domain=0, at=1.0, failed="it failed",
@@ -163,7 +163,7 @@ def test_any_value_of_a_file_may_be_wrong(tmp_path):
 
 
 def part(process, came, step):
-  """Returns what a process of two wrote about a loop, with these arrivals."""
+  """Returns the trace part of one of two processes, with these arrivals."""
   lines = [dict(process=process, ep_size=2, processes=[0, 1])]
   for times in came:
     end = max(times) + 0.1
@@ -179,7 +179,7 @@ def part(process, came, step):
 
 @pytest.mark.parametrize("ahead", [0.0, 7.0, -7.0])
 def test_clocks_are_aligned_by_the_exchanges(ahead):
-  """Posts are seen 1 ms after they were sent."""
+  """A process sees the other's arrival 1 ms late."""
   theirs = [1.001 + ahead, 2.0 + ahead]
   merged = merge([part(0, [[1.0, 2.001]], 0), part(1, [theirs], 0)])
   assert merged["clocks"][1]["bound_s"] == pytest.approx(0.002)
@@ -188,7 +188,7 @@ def test_clocks_are_aligned_by_the_exchanges(ahead):
 
 
 def test_clocks_of_other_speeds_have_a_bound():
-  """The second one gains 20 ms in 10 s."""
+  """The second clock gains 20 ms in 10 s."""
   ours = [[0.0, 0.001], [10.0, 10.001]]
   theirs = [[5.001, 5.0], [15.021, 15.02]]
   merged = merge([part(0, ours, 0), part(1, theirs, 0)])
@@ -198,7 +198,7 @@ def test_clocks_of_other_speeds_have_a_bound():
 
 
 def test_a_trace_that_begins_within_a_loop_leaves_it_out():
-  """One process has an iteration that the other has not."""
+  """One process has an iteration that the other lacks."""
   merged = merge([part(0, [[1, 1], [2, 2]], 0), part(1, [[2, 2]], 0)])
   assert merged["exchanges"] == []
   assert merged["clocks"][1] == dict(offset_s=0.0, bound_s=None)

@@ -14,7 +14,7 @@ from op_functions import Ops
 
 
 def span_names(folder):
-  """Returns the names of the spans of a trace, without their numbers."""
+  """Returns the span names of a trace, without their numeric suffixes."""
   (path,) = folder.glob("plugins/profile/*/*.trace.json.gz")
   events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
   return [re.sub(r"\.\d+$", "", e.get("name", "")) for e in events]

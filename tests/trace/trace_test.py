@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.trace writes what happened; explain_test.py reads it."""
+"""Tests the files that ep.trace writes; explain_test.py tests reading them."""
 
 import collections
 import functools
@@ -24,14 +24,14 @@ import programs
 
 @functools.cache
 def step_of(config):
-  """Returns a program in which the rank `slow`, if any, is late to combine."""
+  """Returns a program whose rank `slow`, if any, arrives late at combine."""
 
   def nap(rank, slow, number):
     if rank == slow:
       time.sleep(0.1)
     return np.asarray(number)
 
-  def sleep(x, slow):  # a callback with more than numbers may wait for itself
+  def sleep(x, slow):  # A callback that takes arrays may deadlock.
     number = x.ravel()[0]
     result = jax.ShapeDtypeStruct((), x.dtype)
     rank = jax.lax.axis_index("ep")
@@ -68,7 +68,7 @@ def test_the_late_rank_is_blamed(folder):
   before = config.group.waited()
   with ep.trace(config.group, path):
     run(config, slow=2)
-  # 6 steps of 0.1 s, for which all ranks but one wait.
+  # In 6 steps, all ranks except one wait for 0.1 s.
   mine = {d.id for d in jax.local_devices()}
   late = config.group.mesh.devices.flat[2].id in mine
   expected = 0.6 * (len(mine) - late) / len(mine)
@@ -86,15 +86,15 @@ def test_the_late_rank_is_blamed(folder):
 def test_perfetto_binds_slices_and_arrows(folder):
   """Slices of a track nest, and arrows lead from the last rank to the others.
 
-  These are the rules of Perfetto's json_trace_parser_impl.cc, slice_tracker.cc
-  and flow_tracker.cc: an end of an arrow belongs to the slice that began last.
+  Implements the rules of Perfetto's json_trace_parser_impl.cc, slice_tracker.cc
+  and flow_tracker.cc: the end of an arrow binds to the slice that began last.
   """
   path = folder / "steps.json.gz"
   config = layer("dp2_ep2", name="moe_3")
   with ep.trace(config.group, path):
     run(config, slow=1)
   content = json.loads(gzip.decompress(path.read_bytes()))
-  open_slices = collections.defaultdict(list)  # of each track: end, name, begin
+  open_slices = collections.defaultdict(list)  # track -> [(end, name, begin)]
   names, begun, now = {}, {}, 0
   arrows = collections.Counter()
   for e in content["traceEvents"]:
@@ -134,7 +134,7 @@ def test_perfetto_binds_slices_and_arrows(folder):
   assert arrows == collections.Counter((d, r, 1 - r) for d, r in lasts)
 
 
-@pytest.mark.skipif(BACKEND != "xla", reason="keeps its exchanges in C++")
+@pytest.mark.skipif(BACKEND != "xla", reason="C++ keeps the exchanges")
 def test_a_trace_keeps_no_more_than_it_states(folder, monkeypatch):
   monkeypatch.setattr(stamps, "_KEPT", 4)
   path = folder / "steps.json"
@@ -153,7 +153,7 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   monkeypatch.setenv("EP_TRACE", str(folder))
   for name, num_steps in ("a/b", 6), ("c", 1):
     group = bootstrap(make_mesh({"ep": 4}), name=name)
-    with contexts.in_trace(True), group:  # as after an import with the variable
+    with contexts.in_trace(True), group:  # As if `import ep` saw EP_TRACE.
       run(ep.EpLayerConfig(group, name="moe_3"), 1, num_steps)
       with pytest.raises(RuntimeError, match="is traced already; end"):
         with ep.trace(group, folder / "x"):
@@ -170,8 +170,8 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   assert left == ["a%2Fb.json.gz", "c.json.gz", "d.json.gz"]
 
 
-def test_groups_of_one_name_have_files_of_their_own(folder, monkeypatch):
-  """One is resized, and then each process has one of that name alone."""
+def test_groups_of_one_name_have_separate_files(folder, monkeypatch):
+  """A group is resized, and then each process makes a group of that name."""
   monkeypatch.setenv("EP_TRACE", str(folder))
   group = bootstrap(make_mesh({"ep": 4}), name="x/y")
   with contexts.in_trace(True):
@@ -202,7 +202,7 @@ def test_a_group_that_ends_in_the_block_is_traced(folder):
 
 
 def test_a_process_that_cannot_write_fails_all(folder):
-  """At once, and not when they wait for it in an op."""
+  """All processes fail on entry of the context, not later in an op."""
   config = layer()
   is_last = jax.process_index() == jax.process_count() - 1
   mine = folder / ("none/x.json" if is_last else "x.json")
