@@ -76,7 +76,7 @@ def concrete_context_mesh() -> jax.sharding.Mesh | None:
   return None if mesh.empty else mesh
 
 
-def vary_together(*xs: Any, axes: Iterable[str] = ()) -> tuple[Any, ...]:
+def vary_together(*xs: Any, axes: Iterable[str] = ()) -> Any:
   """Casts pytrees of values to vary over all their mesh axes and `axes`.
 
   Inside `shard_map(check_vma=True)` the operands of a primitive, and the carry
@@ -95,7 +95,7 @@ def vary_together(*xs: Any, axes: Iterable[str] = ()) -> tuple[Any, ...]:
     missing = tuple(sorted(axes - varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-  return tuple(jax.tree.map(cast, xs))
+  return jax.tree.map(cast, xs)
 
 
 def is_batched(tree: Any) -> bool:
