@@ -90,8 +90,8 @@ from ep._tools.collectives.unordered import (
   assert_ordered_collectives as assert_ordered_collectives,
 )
 from ep._tools.planning.cluster import Cluster as Cluster
+from ep._tools.planning.forecast import Forecast as Forecast
 from ep._tools.planning.place import place as place
-from ep._tools.planning.plan import Forecast as Forecast
 from ep._tools.planning.plan import Plan as Plan
 from ep._tools.planning.plan import plan as plan
 from ep._tools.records.capacity import CapacitySuggestion as CapacitySuggestion

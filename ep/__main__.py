@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a command of the package: python -m ep COMMAND."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import importlib
@@ -26,7 +28,9 @@ def main(args: list[str]) -> int | str | None:
   )
   parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
   command = parser.parse_args(args[:1]).command
-  return importlib.import_module(_COMMANDS[command][0]).main(args[1:])
+  module = importlib.import_module(_COMMANDS[command][0])
+  code: int | str | None = module.main(args[1:])
+  return code
 
 
 if __name__ == "__main__":

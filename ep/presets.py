@@ -9,6 +9,8 @@ norms and the number of layers belong to the model around it. A comment above
 each preset names the sources of its numbers.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import types
 

@@ -8,6 +8,7 @@ import errno
 import os
 import secrets
 import socket
+from typing import Any
 
 import jax
 
@@ -38,8 +39,8 @@ class HostBackend(Backend):
     mesh = connection.mesh_of_devices("host", group.mesh)
     listener: socket.socket
     with contextlib.ExitStack() as stack:
-
-      def introduce():  # `join` tells other processes of a failure in here
+      # `join` tells other processes of a failure in here.
+      def introduce() -> dict[str, Any]:
         ffi.library("host")
         nonlocal listener
         listener = stack.enter_context(_listen())
@@ -67,9 +68,9 @@ class HostBackend(Backend):
           )
       members = list(answers)
 
-      def pid(answer):  # 0 for a process of another namespace
+      def pid(answer: dict[str, Any]) -> int:  # 0 in another namespace
         is_known = answer["namespace"] == processes.namespace()
-        return answer["pid"] if is_known else 0
+        return int(answer["pid"]) if is_known else 0
 
       ffi.create_host_group(
         name=group.name,

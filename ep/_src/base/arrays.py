@@ -82,7 +82,8 @@ def iota(n: int) -> jax.Array:
 def dtype(what: str, name: str, value: Any) -> np.dtype:
   """Returns a dtype; raises `TypeError` unless `value` names one."""
   try:
-    return jnp.dtype(value)
+    result: np.dtype = jnp.dtype(value)
+    return result
   except TypeError:
     raise arguments.wrong_type(what, name, value, "a dtype") from None
 

@@ -22,9 +22,6 @@ from jax._src import mesh as _mesh
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
 from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
-from jax._src.lib import _jax
-from jax._src.lib.mlir.dialects import func as _func
-from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax.experimental import io_callback as io_callback
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.extend.core import Literal as Literal
@@ -34,7 +31,11 @@ from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval
 from jax.interpreters.ad import instantiate_zeros as instantiate_zeros
-from jax.interpreters.mlir import LoweringRuleContext as LoweringContext
+from jaxlib import _jax
+from jaxlib.mlir.dialects import func as _func
+from jaxlib.mlir.dialects import stablehlo as _hlo
+
+LoweringContext = mlir.LoweringRuleContext
 
 
 def manual_axes() -> frozenset[str]:
@@ -42,7 +43,7 @@ def manual_axes() -> frozenset[str]:
   return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def context_mesh():
+def context_mesh() -> jax.sharding.AbstractMesh | None:
   """Returns the mesh of `jax.set_mesh` or an enclosing `shard_map`, or None."""
   mesh = jax.sharding.get_abstract_mesh()
   return None if mesh.empty else mesh
@@ -69,13 +70,13 @@ def compiler_options() -> dict[str, str]:
   }
 
 
-def concrete_context_mesh():
+def concrete_context_mesh() -> jax.sharding.Mesh | None:
   """Returns the mesh of devices of `jax.set_mesh`, or None."""
   mesh = _mesh.get_concrete_mesh()
   return None if mesh.empty else mesh
 
 
-def vary_together(*xs, axes: Iterable[str] = ()):
+def vary_together(*xs: Any, axes: Iterable[str] = ()) -> Any:
   """Casts pytrees of values to vary over all their mesh axes and `axes`.
 
   Inside `shard_map(check_vma=True)` the operands of a primitive, and the carry
@@ -85,12 +86,12 @@ def vary_together(*xs, axes: Iterable[str] = ()):
   if not checks_vma():
     return xs
 
-  def varying(x):
+  def varying(x: jax.Array) -> Any:
     return jax.typeof(x).mat.varying
 
   axes = frozenset(axes).union(*map(varying, jax.tree.leaves(xs)))
 
-  def cast(x):
+  def cast(x: jax.Array) -> jax.Array:
     missing = tuple(sorted(axes - varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
@@ -111,10 +112,10 @@ def is_batched(tree: Any) -> bool:
 
 def checks_vma() -> bool:
   """Returns whether JAX tracks here over which mesh axes values vary."""
-  return _config._check_vma.value
+  return bool(_config._check_vma.value)
 
 
-def out_aval(shape, dtype, like) -> Any:
+def out_aval(shape: Sequence[int], dtype: Any, like: Any) -> Any:
   """Returns the abstract value of an output that varies as `like` does."""
   spec = jax.sharding.PartitionSpec(*[None] * len(shape))
   return like.update(
@@ -125,13 +126,13 @@ def out_aval(shape, dtype, like) -> Any:
   )
 
 
-def varying_aval(aval, axes: Iterable[str]) -> Any:
+def varying_aval(aval: Any, axes: Iterable[str]) -> Any:
   """Returns an abstract value that also varies over `axes`."""
   varying = aval.mat.varying.union(axes)
   return aval.update(manual_axis_type=aval.mat.update(varying=varying))
 
 
-def zero_tangent(x):
+def zero_tangent(x: Any) -> ad.Zero:
   """Returns the symbolic zero that is the tangent of `x`."""
   return ad.Zero(jax.typeof(x).to_tangent_aval())
 
@@ -146,11 +147,11 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
   """
   lower = mlir.lower_fun(fn, multiple_results=True)
 
-  def auto(mesh):
+  def auto(mesh: jax.sharding.AbstractMesh) -> Any:
     auto = jax.sharding.AxisType.Auto
     return mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, auto))
 
-  def unsharded(aval):
+  def unsharded(aval: Any) -> Any:
     spec = jax.sharding.PartitionSpec(*[None] * aval.ndim)
     mesh = auto(aval.sharding.mesh)
     return aval.update(
@@ -158,7 +159,7 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
       sharding=aval.sharding.update(mesh=mesh, spec=spec),
     )
 
-  def lower_unchecked(ctx, *operands, **params):
+  def lower_unchecked(ctx: Any, *operands: Any, **params: Any) -> Any:
     avals = [unsharded(a) for a in ctx.avals_in]
     mesh = auto(jax.sharding.get_abstract_mesh())
     with _config._check_vma(False), jax.sharding.use_abstract_mesh(mesh):
@@ -187,7 +188,7 @@ def lower_instead(
   mlir.register_lowering(primitive, rule, platform)
   _replaced.set_global(replaced | {primitive})
 
-  def undo():
+  def undo() -> None:
     del rules[primitive]
     if rule_before is not None:
       rules[primitive] = rule_before
@@ -207,7 +208,9 @@ def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
   Profilers show the name, in which XLA replaces invalid characters by "_" and
   to which it appends a number.
   """
-  return mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
+  context: contextlib.AbstractContextManager[Any]
+  context = mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
+  return context
 
 
 def can_call_python(ctx: LoweringContext) -> bool:
@@ -255,7 +258,7 @@ def is_partitioned(ctx: LoweringContext) -> bool:
 def run_once_in_remat(primitive: Primitive) -> None:
   """Makes `jax.checkpoint` save the results of a primitive with any policy."""
 
-  def rule(saveable, unknown, instantiated, eqn):
+  def rule(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
     del saveable
     outs = len(eqn.outvars)
     if not any(unknown):
@@ -308,7 +311,7 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
   operations on that stream.
   """
 
-  def lower_call(ctx, *operands, **params):
+  def lower_call(ctx: Any, *operands: Any, **params: Any) -> list[Any]:
     module, ir = ctx.module_context, mlir.ir
     outs = [mlir.aval_to_ir_type(module, aval) for aval in ctx.avals_out]
     together = ir.TupleType.get_tuple(outs)
@@ -349,10 +352,10 @@ def module_note(
   if note not in attributes:
     name = mlir.ir.StringAttr(attributes["sym_name"]).value
     attributes[note] = mlir.ir.StringAttr.get(make(name))
-  return mlir.ir.StringAttr(attributes[note]).value
+  return str(mlir.ir.StringAttr(attributes[note]).value)
 
 
-def distributed_client():
+def distributed_client() -> Any:
   """Returns the key-value service of `jax.distributed`, or None."""
   return _distributed.global_state.client
 
@@ -382,7 +385,7 @@ def bind_cpu_collectives() -> None:
   except OSError:  # the address is no host and port
     return
 
-  def make_client():
+  def make_client() -> Any:
     gloo = _jax.make_gloo_tcp_collectives(state.client, hostname=own)
     return _xla_bridge.make_cpu_client(gloo)
 

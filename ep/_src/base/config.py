@@ -121,7 +121,7 @@ class GroupConfig:
   @property
   def ep_size(self) -> int:
     """P: ranks of an EP domain."""
-    return self.mesh.shape[self.axis_name]
+    return int(self.mesh.shape[self.axis_name])
 
   @property
   def num_local_experts(self) -> int:

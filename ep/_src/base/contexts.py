@@ -39,12 +39,13 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
   In both modes `ep_prepare` compares a hash of the configurations of group and
   layer across the ranks.
   """
-  return _checked(enabled)
+  context: contextlib.AbstractContextManager[None] = _checked(enabled)
+  return context
 
 
 def is_checked() -> bool:
   """Returns whether ops that are traced here are checked."""
-  return _checked.value
+  return bool(_checked.value)
 
 
 def tail(asked: str) -> str:

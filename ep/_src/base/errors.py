@@ -61,7 +61,7 @@ def fail_if(
   if not can_raise:
     return failed.astype(jnp.int32)
   result = jax.ShapeDtypeStruct((), jnp.int32)
-  return lax.cond(
+  code: jax.Array = lax.cond(
     failed,
     lambda *args: compat.io_callback(
       lambda *args: fail(*map(np.asarray, args)), result, *args
@@ -69,3 +69,4 @@ def fail_if(
     lambda *_: jnp.int32(0),
     *args,
   )
+  return code

@@ -32,7 +32,9 @@ def keep_routing(x: _Tree) -> _Tree:
   Returns:
     x, with the same values.
   """
-  return jax.tree.map(lambda x: _keep_p.bind(lax.stop_gradient(x))[0], x)
+  kept: _Tree
+  kept = jax.tree.map(lambda x: _keep_p.bind(lax.stop_gradient(x))[0], x)
+  return kept
 
 
 _keep_p = primitive.new("ep_keep", lambda x: [x], lambda ctx, x: [x])
@@ -51,13 +53,13 @@ def reverse_mode_only(message: str, arrays: Any) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _same(message, x):
+def _same(message: str, x: jax.Array) -> jax.Array:
   del message
   return x
 
 
 @_same.defjvp
-def _same_jvp(message, primals, tangents):
+def _same_jvp(message: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
   (tangent,) = _tangent_p.bind(*tangents, message=message)
   return *primals, tangent
 

@@ -7,7 +7,7 @@ All processes compute the same results from the same mesh.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 from jax import lax
@@ -38,7 +38,7 @@ def processes(mesh: Mesh) -> list[int]:
   return sorted({d.process_index for d in mesh.devices.flat})
 
 
-def places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset]:
+def places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset[Any]]:
   """Returns the (axis, index) pairs of each device."""
   return {
     device: frozenset(zip(mesh.axis_names, index, strict=True))
@@ -48,7 +48,7 @@ def places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset]:
 
 def index(mesh: Mesh, axes: Iterable[str]) -> jax.Array:
   """Returns this rank's index along some axes, inside `jax.shard_map`."""
-  at = jnp.int32(0)
+  at: jax.Array = jnp.int32(0)
   for axis in axes:
     if (size := mesh.shape[axis]) > 1:
       at = at * size + lax.axis_index(axis)

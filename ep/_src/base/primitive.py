@@ -53,12 +53,13 @@ def new(
   if static:
     program = jax.jit(primitive.bind, static_argnames=static)
 
-    @primitive.def_impl
-    def run(*operands, **params):
+    def run(*operands: Any, **params: Any) -> Any:
       with jax.disable_jit(False):
         return program(*operands, **params)
 
-  def batch(args, dims, **params):
+    primitive.def_impl(run)
+
+  def batch(args: Any, dims: Any, **params: Any) -> Any:
     is_batched = [d is not None for d in dims]
     batched = [
       jnp.moveaxis(x, d, 0)
@@ -66,7 +67,7 @@ def new(
       if d is not None
     ]
 
-    def one(examples):
+    def one(examples: Any) -> Any:
       examples = iter(examples)
       operands = [
         next(examples) if b else x
@@ -84,7 +85,7 @@ def new(
 def batch_elementwise(primitive: compat.Primitive) -> None:
   """Makes `vmap` apply a primitive of one operand to the batched operand."""
 
-  def batch(args, dims, **params):
+  def batch(args: Any, dims: Any, **params: Any) -> Any:
     return primitive.bind(*args, **params), dims
 
   compat.batching.primitive_batchers[primitive] = batch

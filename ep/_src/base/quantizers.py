@@ -202,7 +202,8 @@ def _largest(blocks: jax.Array) -> jax.Array:
   """
   *lead, width = blocks.shape
   columns = blocks.reshape(*lead, width // 16, 16).max(-2)
-  return lax.optimization_barrier(columns).max(-1)
+  largest: jax.Array = lax.optimization_barrier(columns).max(-1)
+  return largest
 
 
 def _nearest(ratios: jax.Array) -> jax.Array:

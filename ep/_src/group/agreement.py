@@ -20,7 +20,7 @@ from typing import Any
 import urllib.parse
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from ep._src.base import backend, compat, meshes
 from ep._src.base.config import GroupConfig
@@ -82,7 +82,7 @@ def join(
       if the name is taken, or if a process has died or is late.
   """
 
-  def propose():
+  def propose() -> tuple[GroupConfig, dict[str, Any]]:
     if backend.is_open(group.name):
       raise ValueError(
         f'ep_bootstrap: the name "{group.name}" belongs to a live group;'
@@ -163,7 +163,7 @@ def versions(backend: str) -> dict[str, str]:
   package = sorted(pathlib.Path(__file__).parents[2].rglob("*.py"))
   found = {
     "the version of jax": jax.__version__,
-    "the version of jaxlib": jaxlib.__version__,
+    "the version of jaxlib": jaxlib.version.__version__,
     "the digest of the ep package": _file_digest(package),
   }
   if backend in ffi.PLATFORMS:

@@ -358,7 +358,7 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
     )
   group.connection.check_open("ep_resize")
 
-  def propose():
+  def propose() -> GroupConfig:
     ending.wait_for_programs("ep_resize", [group.config])
     changes: dict[str, Any] = {"recv_capacity_per_rank": None, **sizes}
     new = dataclasses.replace(group.config, **changes)

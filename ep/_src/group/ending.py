@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -66,16 +66,16 @@ def take_over() -> None:
   """
   rank, report, leave = os.getpid(), sys.excepthook, sys.exit
 
-  def tell():
+  def tell() -> None:
     if os.getpid() == rank:  # not a forked child
       processes.tell("ending")
 
-  def report_and_exit(*exc_info):
+  def report_and_exit(*exc_info: Any) -> None:
     tell()
     report(*exc_info)
     exit_now(1)
 
-  def keep_and_exit(status=None, /):
+  def keep_and_exit(status: Any = None, /) -> NoReturn:
     if threading.current_thread() is threading.main_thread():
       keep_and_exit.status = status  # type: ignore[attr-defined]
     leave(status)

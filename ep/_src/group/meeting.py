@@ -77,7 +77,12 @@ class Meeting:
     self.settle(terms)
     return self.introductions(domain) if introduction else {}
 
-  def publish(self, terms, introduction, domain) -> None:
+  def publish(
+    self,
+    terms: Mapping[str, str],
+    introduction: Mapping[str, Any],
+    domain: int,
+  ) -> None:
     """Publishes the arguments of `hold`."""
     self._set(f"terms/{self.me}", terms)
     if introduction:
@@ -159,10 +164,11 @@ class Meeting:
     while True:
       left_s = max(deadline - time.monotonic(), 0.001)
       try:
-        verdict = self.client.blocking_key_value_get(
+        text = self.client.blocking_key_value_get(
           f"{self.folder}/verdict", math.ceil(min(wait_s, left_s) * 1000)
         )
-        return json.loads(verdict)
+        verdict: dict[str, str] = json.loads(text)
+        return verdict
       except jax.errors.JaxRuntimeError:
         if liveness.dead(self.client, [first]):
           return dict(error="RuntimeError", text=_died(first))

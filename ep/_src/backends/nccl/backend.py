@@ -114,7 +114,8 @@ class NcclBackend(Backend):
     ranks = {int(r): domains[domain, r] for r in places[:, 1]}
     device = next(iter(ranks.values()))
 
-    def introduce():  # `join` tells other processes of a failure in here
+    # `join` tells other processes of a failure in here.
+    def introduce() -> dict[str, Any]:
       self.check_sizes(group)
       ffi.library("nccl")
       libraries = installation.prepare(device)
@@ -234,7 +235,7 @@ def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
   Runs a program, because XLA lends communicators only to programs.
   """
 
-  def connect():
+  def connect() -> Any:
     shape = jax.ShapeDtypeStruct((1,), jnp.int32)
     call = jax.ffi.ffi_call("ep_connect", shape, has_side_effect=True)
     return call(group=group.name, **_domains(group, mesh))
@@ -259,7 +260,7 @@ def _domains(group: GroupConfig, mesh: Mesh) -> dict[str, Any]:
 
 def _size(group: GroupConfig, name: str) -> int:
   """Returns a size of the group; raises `ValueError` if it is None."""
-  size = getattr(group, name)
+  size: int | None = getattr(group, name)
   if size is None:
     raise ValueError(
       f'ep_bootstrap: backend = "nccl" allocates its buffers now, and {name} is'
@@ -286,10 +287,10 @@ def _with_fitting_rows(
   if width == hidden:
     return lower(ctx, *operands)
 
-  def fit(mem, rows, *weights):
+  def fit(mem: Any, rows: Any, *weights: Any) -> list[Any]:
     return [mem, jnp.pad(rows, ((0, 0), (0, width - hidden))), *weights]
 
-  def cut(rows, *weights):
+  def cut(rows: Any, *weights: Any) -> list[Any]:
     return [rows[:, :hidden], *weights]
 
   fitting = [

@@ -9,7 +9,7 @@ plan, and combine sends them back (xla/exchanges.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +67,7 @@ class XlaConnection(Connection):
         _row_bytes(*ctx.avals_in),
       )
 
-    def fn(*operands):
+    def fn(*operands: Any) -> Sequence[jax.Array]:
       if not dims.T:
         return [jnp.zeros(out.shape, out.dtype) for out in ctx.avals_out]
       if site:
@@ -94,10 +94,10 @@ class XlaConnection(Connection):
     self._stamps.stop()
 
 
-def _row_bytes(mem, rows=None, *_) -> int:
+def _row_bytes(mem: Any, rows: Any = None, *_: Any) -> int:
   """Returns the bytes of a row that an op sends; 0 for ep_prepare."""
   del mem
-  return 0 if rows is None else rows.shape[-1] * rows.dtype.itemsize
+  return 0 if rows is None else int(rows.shape[-1] * rows.dtype.itemsize)
 
 
 def _counts(op: str, plan: Plan, outs: list[jax.Array]) -> jax.Array:
@@ -147,7 +147,13 @@ def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
   return plan, checks.check_plan(dims, op, plan.routing, is_sound)
 
 
-def _to_slots(dims: Dims, plan, is_sound, tokens, *weights) -> list[jax.Array]:
+def _to_slots(
+  dims: Dims,
+  plan: Plan,
+  is_sound: jax.Array,
+  tokens: jax.Array,
+  *weights: jax.Array,
+) -> list[jax.Array]:
   """Returns the row of each slot, from rows of tokens and of choices."""
   choices = plan.choices.sequence
   is_nan = dims.nan_tail & (iota(dims.C) >= plan.used)
@@ -162,17 +168,23 @@ def _to_slots(dims: Dims, plan, is_sound, tokens, *weights) -> list[jax.Array]:
   )
 
 
-def _combine(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
+def _combine(
+  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+) -> list[jax.Array]:
   terms, *weights = _to_choices(dims, plan, is_sound, *arrays)
   return [_sum(dims, terms, *weights)]
 
 
-def _dispatch_bwd(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
+def _dispatch_bwd(
+  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+) -> list[jax.Array]:
   terms, weights = _to_choices(dims, plan, is_sound, *arrays)
   return [_sum(dims, terms), weights.reshape(dims.T, dims.K)]
 
 
-def _to_choices(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
+def _to_choices(
+  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+) -> list[jax.Array]:
   """Returns the row of each choice, from arrays of slots."""
   parts = [(array, plan.slots.sequence) for array in arrays]
   return exchanges.exchange(
@@ -180,7 +192,9 @@ def _to_choices(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
   )
 
 
-def _sum(dims: Dims, rows: jax.Array, weights=None) -> jax.Array:
+def _sum(
+  dims: Dims, rows: jax.Array, weights: jax.Array | None = None
+) -> jax.Array:
   """Returns the sum of the rows [T * K, H] of each token."""
   terms = _flush(rows.astype(jnp.float32))
   if weights is not None:
@@ -205,7 +219,7 @@ def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-_OPS: dict[str, Callable[..., Any]] = {
+_OPS: dict[str, Callable[..., list[jax.Array]]] = {
   "ep_prepare": _prepare,
   "ep_dispatch": _to_slots,
   "ep_combine": _combine,

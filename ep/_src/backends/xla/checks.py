@@ -7,6 +7,8 @@ results are NaN instead.
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -64,7 +66,7 @@ def check_routing(
   layer = dims.layer
   op = f'ep_prepare(layer "{layer.name}")'
 
-  def fail(faults, configs, needed):
+  def fail(faults: Any, configs: Any, needed: Any) -> NoReturn:
     if (configs != configs[0]).any():
       raise _disagreement(op, "a hash of the configuration", configs)
     for rank, (fault, *words) in enumerate(faults):
@@ -111,7 +113,7 @@ def check_plan(
   """
   what = f'{op}(layer "{dims.layer.name}")'
 
-  def fail(shared):
+  def fail(shared: np.ndarray) -> NoReturn:
     unsound, routing = shared.T
     if unsound.any():
       raise ValueError(
@@ -121,7 +123,7 @@ def check_plan(
       )
     raise _disagreement(what, "the routing of the handle", routing)
 
-  def check(routing, is_sound):
+  def check(routing: jax.Array, is_sound: jax.Array) -> jax.Array:
     shared = jnp.concatenate([int32(~is_sound)[None], routing])
     (shared,) = share(dims, shared)
     failed = (shared[:, 0] > 0).any() | (shared[:, 1] != shared[0, 1]).any()
@@ -129,9 +131,10 @@ def check_plan(
 
   if not dims.can_raise:
     return is_sound
-  return lax.platform_dependent(
+  checked: jax.Array = lax.platform_dependent(
     routing, is_sound, cpu=check, default=lambda _, is_sound: is_sound
   )
+  return checked
 
 
 def _disagreement(what: str, value: str, of_ranks: np.ndarray) -> ValueError:
@@ -149,7 +152,7 @@ def check_finite(dims: Dims, out: jax.Array) -> jax.Array:
   first = jnp.stack([int32(wrong.any()), int32(jnp.argmax(wrong))])
   (all_first,) = share(dims, first)
 
-  def fail(all_first):
+  def fail(all_first: np.ndarray) -> NoReturn:
     rank = int(np.argmax(all_first[:, 0]))
     token, column = divmod(int(all_first[rank, 1]), out.shape[1])
     raise ValueError(
@@ -160,4 +163,5 @@ def check_finite(dims: Dims, out: jax.Array) -> jax.Array:
   failed = fail_if(
     (all_first[:, 0] > 0).any(), fail, all_first, can_raise=dims.can_raise
   )
-  return lax.optimization_barrier((out, failed))[0]
+  checked: jax.Array = lax.optimization_barrier((out, failed))[0]
+  return checked

@@ -7,6 +7,8 @@ NaN.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -41,7 +43,7 @@ def exchange(
   nan = jnp.array(jnp.iinfo(unit).max, unit)
   B, codes = dims.B, receiver.codes
 
-  def rows(bits, at=None):
+  def rows(bits: Sequence[jax.Array], at: jax.Array | None = None) -> jax.Array:
     """Returns the rows in sequence, or only the rows at the indices `at`."""
     columns = [
       take(x, sequence if at is None else take(sequence, at))
@@ -49,14 +51,14 @@ def exchange(
     ]
     return jnp.where(is_sound, jnp.concatenate(columns, -1), nan)
 
-  def padded(*bits):
+  def padded(*bits: jax.Array) -> jax.Array:
     """Sends one bucket of B rows to each rank."""
     sent = rows(bits, sender.start[:, None] + iota(B))
     if dims.P > 1:
       sent = lax.all_to_all(lax.optimization_barrier(sent), dims.axis, 0, 0)
     return take(sent.reshape(dims.no_code, -1), codes)
 
-  def ragged(*bits):
+  def ragged(*bits: jax.Array) -> jax.Array:
     """Sends each stream in its own length."""
     sent = rows(bits)
     num = codes.size

@@ -9,7 +9,7 @@ exchange begins when the last rank arrives.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import functools
 import json
 import pathlib
@@ -95,7 +95,7 @@ class Stamps:
       *_starts(outs),
     )
 
-  def _came(self, site, index, *_) -> np.ndarray:
+  def _came(self, site: Site, index: np.ndarray, *_: Any) -> np.ndarray:
     now = time.monotonic()
     with self._lock:
       if self._path:
@@ -106,7 +106,9 @@ class Stamps:
           self._lost += 1
     return np.zeros((), np.int32)
 
-  def _ended(self, site, index, counts, *_) -> None:
+  def _ended(
+    self, site: Site, index: np.ndarray, counts: np.ndarray, *_: Any
+  ) -> None:
     now = time.monotonic()
     with self._lock:
       if self._path:
@@ -114,12 +116,12 @@ class Stamps:
         if exchange in self._begins:
           self._ends[exchange][rank] = now, np.asarray(counts).tolist()
 
-  def _exchange(self, site, index, kind):
+  def _exchange(self, site: Site, index: int, kind: str) -> tuple[Any, int]:
     domain, rank = divmod(index, self._group.ep_size)
     self._runs[site, index, kind] += 1
     return (site, domain, self._runs[site, index, kind] - 1), rank
 
-  def _lines(self):
+  def _lines(self) -> Iterator[dict[str, Any]]:
     mesh = self._group.mesh
     assert meshes.has_devices(mesh)
     devices = meshes.domains(mesh, self._group.axis_name)
@@ -152,5 +154,5 @@ class Stamps:
     yield dict(lost=self._lost)
 
 
-def _starts(arrays):
+def _starts(arrays: Sequence[jax.Array]) -> list[jax.Array]:
   return [x.reshape(-1)[:1] for x in arrays]
