@@ -4,6 +4,8 @@
 The exit code is 0 if the default backend can run on this machine.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib.metadata
 import pathlib

@@ -14,6 +14,8 @@ rank.
 This program does not import JAX, which would add a second to every launch.
 """
 
+from __future__ import annotations
+
 import signal
 import sys
 
