@@ -209,43 +209,22 @@ def test_fewer_rows_than_a_block():
   np.testing.assert_array_equal(out, [[F] * G, [F] * G, [0] * G])
 
 
+_BAD_SHAPES = ValueError, r"expected \[C, F\], \[L, F, G\]"
+
+
 @pytest.mark.parametrize(
-  ("shapes", "dtypes", "error", "words"),
+  ("shapes", "dtypes", "expected"),
   [
-    (
-      [(3, 5), (2, 4, 7), (2,)],
-      "ffi",
-      ValueError,
-      r"expected \[C, F\], \[L, F, G\]",
-    ),
-    (
-      [(3, 5), (2, 5, 7), (3,)],
-      "ffi",
-      ValueError,
-      r"expected \[C, F\], \[L, F, G\]",
-    ),
-    (
-      [(3, 5), (5, 7), (2,)],
-      "ffi",
-      ValueError,
-      r"expected \[C, F\], \[L, F, G\]",
-    ),
-    (
-      [(1, 3, 5), (2, 5, 7), (2,)],
-      "ffi",
-      ValueError,
-      r"expected \[C, F\], \[L, F, G\]",
-    ),
-    (
-      [(3, 5), (1, 5, 7), (1,)],
-      ["bfloat16", "f", "i"],
-      ValueError,
-      "convert one",
-    ),
-    ([(2, 4), (1, 4, 3), (1,)], "fff", TypeError, "group_sizes is float32"),
+    ([(3, 5), (2, 4, 7), (2,)], "ffi", _BAD_SHAPES),
+    ([(3, 5), (2, 5, 7), (3,)], "ffi", _BAD_SHAPES),
+    ([(3, 5), (5, 7), (2,)], "ffi", _BAD_SHAPES),
+    ([(1, 3, 5), (2, 5, 7), (2,)], "ffi", _BAD_SHAPES),
+    ([(3, 5), (1, 5, 7), (1,)], "efi", (ValueError, "convert one")),
+    ([(2, 4), (1, 4, 3), (1,)], "fff", (TypeError, "group_sizes is float32")),
   ],
 )
-def test_wrong_arguments_are_refused(shapes, dtypes, error, words):
+def test_wrong_arguments_are_refused(shapes, dtypes, expected):
+  error, words = expected
   rows, matrices, sizes = map(jnp.zeros, shapes, dtypes)
   with pytest.raises(error, match=words):
     gm.grouped_matmul(rows, matrices, sizes)
