@@ -82,11 +82,11 @@ from ep._src.moe.router import topk_from_map as topk_from_map
 from ep._src.ops.combine import ep_combine as ep_combine
 from ep._src.ops.dispatch import ep_dispatch as ep_dispatch
 from ep._src.ops.handle import EpHandle as EpHandle
-from ep._src.ops.hidden_collectives import (
+from ep._src.ops.prepare import ep_prepare as ep_prepare
+from ep._tools.collectives.hidden import (
   assert_no_hidden_collectives as assert_no_hidden_collectives,
 )
-from ep._src.ops.prepare import ep_prepare as ep_prepare
-from ep._src.ops.unordered_collectives import (
+from ep._tools.collectives.unordered import (
   assert_ordered_collectives as assert_ordered_collectives,
 )
 from ep._tools.planning.cluster import Cluster as Cluster

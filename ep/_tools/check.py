@@ -10,7 +10,7 @@ import pathlib
 import platform
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 
 import ep
@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
   print(f"ep {ep.__version__} in {folder}")
   print(
     f"python {platform.python_version()}, jax {jax.__version__}, jaxlib"
-    f" {jaxlib.__version__}, numpy {np.__version__}"
+    f" {jaxlib.version.__version__}, numpy {np.__version__}"
   )
   try:
     gpus.check_plugin()

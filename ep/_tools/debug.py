@@ -126,7 +126,9 @@ def _sizes(
   )
 
 
-def _as_text(sizes: RoutingSizes, choices, wanted) -> str:
+def _as_text(
+  sizes: RoutingSizes, choices: np.ndarray, wanted: np.ndarray
+) -> str:
   experts = range(0, sizes.num_experts, -(-sizes.num_experts // _COLUMNS))
   ranks = range(0, sizes.num_ranks, -(-sizes.num_ranks // _LINES))
   heat = np.add.reduceat(np.add.reduceat(choices, experts, 1), ranks, 0)
@@ -155,7 +157,12 @@ def _as_text(sizes: RoutingSizes, choices, wanted) -> str:
   return "\n".join(lines)
 
 
-def _write_png(sizes: RoutingSizes, choices, wanted, path) -> None:
+def _write_png(
+  sizes: RoutingSizes,
+  choices: np.ndarray,
+  wanted: np.ndarray,
+  path: str | os.PathLike[str],
+) -> None:
   from matplotlib.figure import Figure  # an optional dependency
 
   figure = Figure(figsize=(10, 8), layout="constrained")

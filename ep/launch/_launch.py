@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import os
 import pathlib
@@ -174,7 +174,9 @@ def launch(
       coordinator = f"127.0.0.1:{port}"
     signals = stack.enter_context(_caught_signals())
 
-    def start(name: str, argv: Sequence[str], env: Mapping[str, str]):
+    def start(
+      name: str, argv: Sequence[str], env: Mapping[str, str]
+    ) -> supervision.Process:
       process = supervision.Process(
         name, argv, logs / f"{name}.log", env, states_of_ranks / name
       )
@@ -218,7 +220,7 @@ def launch(
 
 
 @contextlib.contextmanager
-def _reserved_port():
+def _reserved_port() -> Iterator[int]:
   """Reserves a port of the loopback interface, and yields it.
 
   The socket stays bound: between a close and the bind of the service, another
@@ -233,7 +235,7 @@ def _reserved_port():
 
 
 @contextlib.contextmanager
-def _caught_signals():
+def _caught_signals() -> Iterator[list[int]]:
   """Catches SIGINT and SIGTERM; yields the list of caught signals."""
   caught: list[int] = []
   if threading.current_thread() is not threading.main_thread():

@@ -221,7 +221,9 @@ def _alone(ranks: Sequence[Process]) -> str:
   return next((f"says: {r.name} {r.end}" for r in ranks if r.was_alone), "")
 
 
-def _end(signals, failed) -> tuple[int, str]:
+def _end(
+  signals: Sequence[int], failed: Sequence[Process | hosts.Host]
+) -> tuple[int, str]:
   """Returns the message to other hosts about the end of this launcher."""
   if signals:
     name = signal.Signals(signals[0]).name
@@ -282,10 +284,10 @@ class _Follower:
     self._file = path.open("rb")
     self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
-  def __enter__(self):
+  def __enter__(self) -> _Follower:
     return self
 
-  def __exit__(self, *exc_info):
+  def __exit__(self, *exc_info: object) -> None:
     self._file.close()
 
   def copy(self) -> None:

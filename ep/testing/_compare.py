@@ -11,6 +11,9 @@ import numpy as np
 
 from ep.testing import _numbers
 
+# Describes an index.
+Where = Callable[[tuple[int, ...]], str]
+
 
 class Expected(NamedTuple):
   """An expected array, and the unit of errors.
@@ -26,7 +29,7 @@ class Expected(NamedTuple):
 
   value: np.ndarray
   unit: Callable[[], np.ndarray | float]
-  where: Callable[[tuple[int, ...]], str]
+  where: Where
   least_limit: float = 0
   source: str = "the oracle"
 

@@ -6,13 +6,15 @@ The oracle uses float32 arrays on one device, and JAX's derivatives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
 
-from ep.testing._compare import Expected
+from ep.testing._compare import Expected, Where
 from ep.testing._declarations import Layer, Setting
 from ep.testing._trial import Oracle, Trial
 
@@ -25,24 +27,26 @@ class LayerTrial(Trial):
     self.params = jax.tree.map(np.asarray, params)
     experts = range(setting.num_experts)
 
-    def function(route, inputs):
+    def function(route: Any, inputs: Any) -> tuple[jax.Array, tuple[()]]:
       (topk_idx,), (tokens, weights, params) = route, inputs
       return apply(params, tokens, topk_idx, weights), ()
 
-    def dense(topk_idx, inputs):
+    def dense(topk_idx: jax.Array, inputs: Any) -> jax.Array:
       tokens, weights, params = inputs
       rows = jnp.stack([layer.expert(params, e, tokens) for e in experts])
       chosen = jax.nn.one_hot(topk_idx, len(experts), dtype=jnp.float32)
       return jnp.einsum("nke,nk,enh->nh", chosen, weights, rows)
 
-    def pullback(topk_idx, inputs, g):
+    def pullback(topk_idx: jax.Array, inputs: Any, g: jax.Array) -> Any:
       (grads,) = jax.vjp(lambda x: dense(topk_idx, x), inputs)[1](g)
       return grads
 
-    def pushforward(topk_idx, inputs, tangents):
+    def pushforward(topk_idx: jax.Array, inputs: Any, tangents: Any) -> Any:
       return jax.jvp(lambda x: dense(topk_idx, x), (inputs,), (tangents,))[1]
 
-    def second_pullback(topk_idx, inputs, g, cotangents):
+    def second_pullback(
+      topk_idx: jax.Array, inputs: Any, g: jax.Array, cotangents: Any
+    ) -> Any:
       vjp = jax.vjp(lambda *x: pullback(topk_idx, *x), inputs, g)[1]
       return vjp(cotangents)
 
@@ -94,7 +98,7 @@ class DenseOracle(Oracle):
     )
     return self._by_name(grads) | {"g": self._tokens(g_g)}
 
-  def _by_name(self, grads):
+  def _by_name(self, grads: Any) -> dict[str, Expected]:
     tokens, weights, params = grads
     expected = {
       "tokens": self._tokens(tokens),
@@ -109,21 +113,23 @@ class DenseOracle(Oracle):
       )
     return expected
 
-  def _tokens(self, x):
+  def _tokens(self, x: jax.Array) -> Expected:
     return self._expected(x, self._setting.dtype, self._where_token)
 
-  def _expected(self, x, dtype, where):
-    x = np.asarray(x)
+  def _expected(
+    self, of: jax.Array, dtype: DTypeLike, where: Where
+  ) -> Expected:
+    x = np.asarray(of)
     eps = float(jnp.finfo(self._setting.dtype).eps)
     unit = eps * abs(x).max(initial=0)
     return Expected(x.astype(dtype), lambda: unit, where)
 
 
-def _precisely(fn):
+def _precisely(fn: Callable[..., Any]) -> Callable[..., Any]:
   """Compiles `fn(topk_idx, *args)` for float32 arguments, without TF32."""
   compiled = jax.jit(fn)
 
-  def call(topk_idx, *args):
+  def call(topk_idx: Any, *args: Any) -> Any:
     args = jax.tree.map(lambda x: np.asarray(x, np.float32), args)
     with jax.default_matmul_precision("highest"):
       return compiled(topk_idx, *args)

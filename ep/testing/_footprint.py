@@ -63,4 +63,4 @@ def _heap_bytes() -> int:
     return 0
   mallinfo.restype = _Mallinfo2
   info = mallinfo()
-  return info.uordblks + info.hblkhd
+  return int(info.uordblks + info.hblkhd)

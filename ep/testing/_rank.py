@@ -70,7 +70,7 @@ def _is_odd() -> bool:
   return jax.process_index() == _ranks.PROCESSES - 1
 
 
-def _step(bench: Bench, variant: Variant) -> None:
+def _step(bench: Bench[Any], variant: Variant) -> None:
   """Runs the object under test, without any other collective."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")

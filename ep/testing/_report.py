@@ -25,7 +25,7 @@ class Case:
 
   id: str
   _rule: Rule
-  _bench: Bench
+  _bench: Bench[Any]
   _variant: Variant
 
   def check(self) -> float:

@@ -9,6 +9,7 @@ in NumPy, by the ops of ep/_src/ops/reference.py.
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from ep._src.ops import reference
+from ep._src.ops.reference import Array
 from ep.testing import _numbers
-from ep.testing._compare import Expected
+from ep.testing._compare import Expected, Where
 from ep.testing._declarations import Received, Setting, Transport
 from ep.testing._trial import Oracle, Trial
 
@@ -42,7 +44,9 @@ class RoundTrip(Trial):
   def __init__(self, transport: Transport, setting: Setting):
     dispatch, combine = transport.build(setting)
 
-    def of_rank(*calls, scales=(1,)):
+    def of_rank(
+      *calls: Any, scales: Sequence[int] = (1,)
+    ) -> list[tuple[Any, Rows]]:
       # Every dispatch precedes the first combine.
       received = [
         _checked(dispatch(tokens, topk_idx, weights), setting, tokens.dtype)
@@ -57,9 +61,11 @@ class RoundTrip(Trial):
         for ((_, factor), _), x in zip(calls, received, strict=True)
       ]
 
-    def with_scales(topk_idx, tokens, weights, scales):
-      x = dispatch(tokens, topk_idx, weights, scales)
-      x = _checked(x, setting, tokens.dtype, scales)
+    def with_scales(
+      topk_idx: Any, tokens: Any, weights: Any, scales: Any
+    ) -> Rows:
+      received = dispatch(tokens, topk_idx, weights, scales)
+      x = _checked(received, setting, tokens.dtype, scales)
       return Rows(x.rows, x.weights, x.group_sizes, x.scales)
 
     ranks = PartitionSpec("ep")
@@ -85,13 +91,15 @@ class RoundTrip(Trial):
     again with negative rows.
     """
     placed = [tuple(self._place(x.route, inputs)) for x, inputs in calls]
-    return self.finish(self._interleaved(*placed))
+    results: list[tuple[Any, Any]] = self.finish(self._interleaved(*placed))
+    return results
 
   def with_scales(self, oracle: RoundTripOracle, inputs: Any) -> Rows:
     """Returns the received rows, weights and scales."""
     (topk_idx, _), (*inputs, scales) = oracle.route, inputs
     topk_idx, inputs, scales = self._place(topk_idx, tuple(inputs), scales)
-    return self.finish(self._with_scales(topk_idx, *inputs, scales))
+    rows: Rows = self.finish(self._with_scales(topk_idx, *inputs, scales))
+    return rows
 
   def oracle(self, topk_idx: np.ndarray) -> RoundTripOracle:
     setting = self.setting
@@ -142,7 +150,8 @@ class RoundTripOracle(Oracle):
   @property
   def in_tail(self) -> np.ndarray:
     """Whether each of all rows `[P * C]` is after its rank's last segment."""
-    return self.expert.reshape(-1) == self._setting.num_local_experts
+    in_tail: np.ndarray = self.expert == self._setting.num_local_experts
+    return in_tail.reshape(-1)
 
   def poisoned(self) -> RoundTripOracle:
     """Returns an oracle whose experts return NaN for rows without a token.
@@ -219,7 +228,7 @@ class RoundTripOracle(Oracle):
     """
     tokens, weights = self.inputs(rng, "free")
 
-    def any_bits(width, name):
+    def any_bits(width: int, name: str) -> np.ndarray:
       dtype = jnp.dtype(name)
       shape = len(tokens), width * dtype.itemsize
       return rng.integers(0, 256, shape, np.uint8).view(dtype)
@@ -232,9 +241,9 @@ class RoundTripOracle(Oracle):
     tokens, weights, *scales = inputs
     rows, row_weights = self._dispatch((tokens, weights))
     of_rows = [rows, *(self._dispatch((x, weights))[0] for x in scales)]
-    rows, *scales = (self._exactly(x, self._where_row) for x in of_rows)
+    sent, *scales = (self._exactly(x, self._where_row) for x in of_rows)
     return Rows(
-      rows,
+      sent,
       self._exactly(row_weights, self._where_row),
       self._exactly(self._routing.group_sizes, self._where_expert),
       *scales,
@@ -273,11 +282,13 @@ class RoundTripOracle(Oracle):
       "g": self.pushforward(inputs, cotangents),
     }
 
-  def _output(self, inputs):
+  def _output(self, inputs: Any) -> Sequence[Array]:
     rows, weights = self._dispatch(inputs)
     return [reference.combine(self._routing, self._expert(rows, weights))]
 
-  def _pullback(self, tokens, weights, g):
+  def _pullback(
+    self, tokens: np.ndarray, weights: np.ndarray, g: np.ndarray
+  ) -> Sequence[Array]:
     rows, row_weights = self._dispatch((tokens, weights))
     g_rows = reference.combine_bwd(
       self._routing, self._by_rank(g), capacity=self._setting.capacity
@@ -289,25 +300,27 @@ class RoundTripOracle(Oracle):
       g_row_weights.sum(-1) * self._factor,
     )
 
-  def _pushforward(self, inputs, tangents):
+  def _pushforward(self, inputs: Any, tangents: Any) -> Sequence[Array]:
     rows, weights = self._dispatch(inputs)
     d_rows, d_weights = self._dispatch(tangents)
     d_rows = self._expert(d_rows, weights) + self._expert(rows, d_weights)
     return [reference.combine(self._routing, d_rows)]
 
-  def _dispatch(self, inputs):
+  def _dispatch(self, inputs: Any) -> tuple[Array, Array]:
     tokens, weights = map(self._by_rank, inputs)
     capacity = self._setting.capacity
     return reference.dispatch(self._routing, tokens, weights, capacity=capacity)
 
-  def _expert(self, rows, weights):
+  def _expert(self, rows: Array, weights: Array) -> Any:
     return _scaled(rows, self._factor * weights)
 
-  def _sums(self, fn, *args):
+  def _sums(
+    self, fn: Callable[..., Sequence[Array]], *args: Any
+  ) -> list[Expected]:
     """Returns `fn(*args)`, with units from `fn` of absolute values."""
     magnitudes = functools.cache(lambda: fn(*jax.tree.map(np.abs, args)))
 
-    def unit(i):
+    def unit(i: int) -> np.ndarray:
       magnitude = _flat(magnitudes()[i])
       return float(jnp.finfo(magnitude.dtype).eps) * magnitude.astype(float)
 
@@ -316,13 +329,13 @@ class RoundTripOracle(Oracle):
       for i, x in enumerate(fn(*args))
     ]
 
-  def _exactly(self, value, where):
+  def _exactly(self, value: Array, where: Where) -> Expected:
     return Expected(_flat(value), lambda: 0.0, where)
 
-  def _by_rank(self, x):
+  def _by_rank(self, x: np.ndarray) -> np.ndarray:
     return x.reshape(self._setting.ep_size, -1, *x.shape[1:])
 
-  def _where_row(self, at):
+  def _where_row(self, at: tuple[int, ...]) -> str:
     rank, c = divmod(at[0], self._setting.capacity)
     j = int(self.expert[rank, c])
     if j == self._setting.num_local_experts:
@@ -332,7 +345,7 @@ class RoundTripOracle(Oracle):
     of = "padding" if source < 0 else f"token {token} of rank {source}"
     return f"rank {rank}, expert {e}, row {c} ({of}){_column(at)}"
 
-  def _where_expert(self, at):
+  def _where_expert(self, at: tuple[int, ...]) -> str:
     rank = at[0] // self._setting.num_local_experts
     return f"rank {rank}, expert {at[0]}"
 
@@ -366,15 +379,15 @@ def _checked(
   return received
 
 
-def _flat(x):
+def _flat(x: Array) -> np.ndarray:
   """Concatenates the arrays of all ranks."""
-  return x.reshape(-1, *x.shape[2:])
+  return np.asarray(x).reshape(-1, *x.shape[2:])
 
 
-def _column(at):
+def _column(at: tuple[int, ...]) -> str:
   return f", column {at[1]}" if len(at) > 1 else ""
 
 
-def _scaled(rows, factor):
+def _scaled(rows: Any, factor: Any) -> Any:
   """Returns the rows times their factors, rounded once to their dtype."""
   return (rows.astype(jnp.float32) * factor[..., None]).astype(rows.dtype)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+_Rng = np.random.Generator
+_Shape = tuple[int, int]
+
 
 def draw(
-  rng: np.random.Generator,
-  shape: tuple[int, int],
-  odds: Sequence[float] | np.ndarray,
+  rng: _Rng, shape: _Shape, odds: Sequence[float] | np.ndarray
 ) -> np.ndarray:
   """Draws distinct experts with these odds, by Gumbel's top-k trick."""
   n, k = shape
@@ -22,35 +23,33 @@ def draw(
   return np.where(odds[idx] > 0, idx, -1).astype(np.int32)
 
 
-def _uniform(rng, shape, experts):
+def _uniform(rng: _Rng, shape: _Shape, experts: int) -> np.ndarray:
   return draw(rng, shape, np.ones(experts))
 
 
-def _with_unused_choices(rng, shape, experts):
+def _with_unused_choices(rng: _Rng, shape: _Shape, experts: int) -> np.ndarray:
   return np.where(rng.random(shape) < 0.4, -1, _uniform(rng, shape, experts))
 
 
-def _balanced(rng, shape, experts):
+def _balanced(rng: _Rng, shape: _Shape, experts: int) -> np.ndarray:
   """Gives all experts equally many rows, if that is possible."""
   first = rng.integers(experts)
   return (first + np.arange(shape[0] * shape[1]).reshape(shape)) % experts
 
 
-def _one_token(rng, shape, experts):
+def _one_token(rng: _Rng, shape: _Shape, experts: int) -> np.ndarray:
   only = np.arange(shape[0])[:, None] == shape[0] // 2
   return np.where(only, _uniform(rng, shape, experts), -1)
 
 
-def _idle_rank(rng, shape, experts):
+def _idle_rank(rng: _Rng, shape: _Shape, experts: int) -> np.ndarray:
   """Leaves the second quarter of the tokens, all of one rank, unrouted."""
   quarter = np.arange(shape[0])[:, None] * 4 // shape[0]
   return np.where(quarter == 1, -1, _uniform(rng, shape, experts))
 
 
 # A routing is a function of a random generator, [N, K], and E.
-ROUTINGS: dict[
-  str, Callable[[np.random.Generator, tuple[int, int], int], np.ndarray]
-] = {
+ROUTINGS: dict[str, Callable[[_Rng, _Shape, int], np.ndarray]] = {
   "uniform": _uniform,
   "balanced": _balanced,
   "skewed": lambda rng, shape, E: draw(rng, shape, 2.0 ** -np.arange(E)),

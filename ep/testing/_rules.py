@@ -10,11 +10,11 @@ report prints its docstring.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import itertools
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from ep.testing import _ranks
 from ep.testing._compare import compare, Expected
 from ep.testing._declarations import Subject, Transport
 from ep.testing._footprint import Footprint
+from ep.testing._round_trip import RoundTripOracle, Rows
 from ep.testing._routings import draw
 from ep.testing._trial import Oracle
 from ep.testing._variants import Bench, Draw, Variant
@@ -44,12 +45,13 @@ class Rule:
 
   name: str
   sentence: str
-  check: Callable[[Bench, Variant], float]
+  check: Callable[[Bench[Any], Variant], float]
   variants: Callable[[Any, int], Iterable[Variant]]
   left_out: Callable[[Any], str]
   starts_ranks: bool
 
 
+_Check = TypeVar("_Check", bound=Callable[[Any, Variant], float])
 RULES: dict[str, Rule] = {}
 
 
@@ -77,7 +79,7 @@ def _rule(
   of: type[Subject] = Subject,
   starts_ranks: bool = False,
   **declared: Any,
-):
+) -> Callable[[_Check], _Check]:
   """Adds a rule for a type, with required values of declared fields.
 
   The value `...` requires any value but the default.
@@ -86,8 +88,8 @@ def _rule(
   def is_declared(subject: Subject, name: str, value: Any) -> bool:
     found = getattr(subject, name)
     if value is ...:
-      return found != subject.__dataclass_fields__[name].default
-    return found == value
+      return bool(found != subject.__dataclass_fields__[name].default)
+    return bool(found == value)
 
   def left_out(subject: Subject) -> str:
     if not isinstance(subject, of):
@@ -97,23 +99,26 @@ def _rule(
     words = (f"{k}=" + f"{v!r}" * (v is not ...) for k, v in declared.items())
     return f"not declared: {' and '.join(words)}"
 
-  def add(check):
-    RULES[check.__name__] = Rule(
-      check.__name__, check.__doc__, check, variants, left_out, starts_ranks
-    )
+  def add(check: _Check) -> _Check:
+    name, sentence = check.__name__, check.__doc__ or ""
+    RULES[name] = Rule(name, sentence, check, variants, left_out, starts_ranks)
     return check
 
   return add
 
 
-def _observed(subject: Transport, oracle, received, inputs):
+def _observed(
+  subject: Transport, oracle: Any, received: Any, inputs: Any
+) -> Any:
   """Returns the oracle, with the order of the received rows if it is free."""
   if subject.order == "any":
     return oracle.observed(received.rows, inputs[0])
   return oracle
 
 
-def _receive(bench: Bench[Transport], variant: Variant, numbers: str = "free"):
+def _receive(
+  bench: Bench[Transport], variant: Variant, numbers: str = "free"
+) -> tuple[Rows, Rows, RoundTripOracle]:
   """Returns the received rows, the expected rows, and the oracle."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, numbers)
@@ -122,27 +127,27 @@ def _receive(bench: Bench[Transport], variant: Variant, numbers: str = "free"):
   return got, oracle.received(inputs), oracle
 
 
-def _compare_rows(got, want, **options) -> float:
+def _compare_rows(got: Rows, want: Rows, **options: Any) -> float:
   compare("rows", got.rows, want.rows, **options)
   return compare("weights", got.weights, want.weights, **options)
 
 
 @_rule(of=Transport)
-def sizes(bench: Bench, variant: Variant) -> float:
+def sizes(bench: Bench[Any], variant: Variant) -> float:
   """Each expert segment has a row for each choice, and padding."""
   got, want, _ = _receive(bench, variant)
   return compare("group_sizes", got.group_sizes, want.group_sizes)
 
 
 @_rule(of=Transport)
-def rows(bench: Bench, variant: Variant) -> float:
+def rows(bench: Bench[Any], variant: Variant) -> float:
   """Each row is its token, bit for bit, in the order that is declared."""
   got, want, oracle = _receive(bench, variant)
   return compare("rows", got.rows, want.rows, only=oracle.holds_token)
 
 
 @_rule(of=Transport)
-def weights(bench: Bench, variant: Variant) -> float:
+def weights(bench: Bench[Any], variant: Variant) -> float:
   """Each row has the float32 weight of its choice, for tokens of any dtype."""
   got, want, oracle = _receive(bench, variant)
   return compare("weights", got.weights, want.weights, only=oracle.holds_token)
@@ -153,7 +158,7 @@ def _aligned(transport: Transport, seed: int) -> list[Variant]:
 
 
 @_rule(_aligned, of=Transport, alignments=...)
-def padding(bench: Bench, variant: Variant) -> float:
+def padding(bench: Bench[Any], variant: Variant) -> float:
   """Segments are padded to the alignment by rows and weights of zero."""
   got, want, oracle = _receive(bench, variant)
   compare("group_sizes", got.group_sizes, want.group_sizes)
@@ -161,7 +166,7 @@ def padding(bench: Bench, variant: Variant) -> float:
 
 
 @_rule(of=Transport, tail="zero")
-def tail(bench: Bench, variant: Variant) -> float:
+def tail(bench: Bench[Any], variant: Variant) -> float:
   """Rows and weights after the last segment are zero."""
   got, want, oracle = _receive(bench, variant)
   return _compare_rows(got, want, only=oracle.in_tail)
@@ -193,7 +198,7 @@ def scales(bench: Bench[Transport], variant: Variant) -> float:
 
 
 @_rule(of=Transport, special_values=True)
-def special_values(bench: Bench, variant: Variant) -> float:
+def special_values(bench: Bench[Any], variant: Variant) -> float:
   """NaNs, infinities, denormal numbers and -0 are sent and summed right."""
   got, want, oracle = _receive(bench, variant, "special")
   _compare_rows(got, want, only=oracle.holds_token, nan_bits=True)
@@ -207,14 +212,20 @@ def special_values(bench: Bench, variant: Variant) -> float:
 
 
 def _worst(
-  check: Callable[[str, float], float], bench: Bench, trial: Any, kinds: Any
+  check: Callable[[str, float], float], bench: Any, trial: Any, kinds: Any
 ) -> float:
   """Returns the largest error of `check(numbers, limit)` over `kinds`."""
   return max(check(x, bench.limit(trial.setting, x)) for x in kinds)
 
 
-def _check_output(bench, trial, oracle, rng, kinds=()) -> float:
-  def check(numbers, limit):
+def _check_output(
+  bench: Bench[Any],
+  trial: Any,
+  oracle: Any,
+  rng: np.random.Generator,
+  kinds: Sequence[str] = (),
+) -> float:
+  def check(numbers: str, limit: float) -> float:
     inputs = oracle.inputs(rng, numbers)
     got, _ = trial.forward(oracle, inputs)
     return compare("tokens", got, oracle.output(inputs), limit=limit)
@@ -223,13 +234,13 @@ def _check_output(bench, trial, oracle, rng, kinds=()) -> float:
 
 
 @_rule()
-def output(bench: Bench, variant: Variant) -> float:
+def output(bench: Bench[Any], variant: Variant) -> float:
   """Each token gets the weighted sum of its experts' outputs."""
   return _check_output(bench, *bench.begin(variant))
 
 
 @_rule(of=Transport)
-def unread(bench: Bench, variant: Variant) -> float:
+def unread(bench: Bench[Any], variant: Variant) -> float:
   """Rows without a token are never read: experts may return NaN for them."""
   trial, oracle, rng = bench.begin(variant)
   poisoned = oracle.poisoned()
@@ -240,7 +251,7 @@ def unread(bench: Bench, variant: Variant) -> float:
 
 
 @_rule(_each_alignment, of=Transport)
-def interleaved(bench: Bench, variant: Variant) -> float:
+def interleaved(bench: Bench[Any], variant: Variant) -> float:
   """In one program, two dispatches precede their combines, which run twice."""
   trial, first, rng = bench.begin(variant)
   second = bench.begin(dataclasses.replace(variant, routing="uniform"))[1]
@@ -263,15 +274,24 @@ def _by_name(grads: Any) -> dict[str, Any]:
   return named
 
 
-def _compare_gradients(got, expected, **options) -> float:
+def _compare_gradients(
+  got: dict[str, Any], expected: dict[str, Expected], **options: Any
+) -> float:
   return max(
     compare(f"the gradient of {name}", got[name], want, **options)
     for name, want in expected.items()
   )
 
 
-def _check_pullback(bench, trial, oracle, rng, kinds=(), names=None) -> float:
-  def check(numbers, limit):
+def _check_pullback(
+  bench: Bench[Any],
+  trial: Any,
+  oracle: Any,
+  rng: np.random.Generator,
+  kinds: Sequence[str] = (),
+  names: Sequence[str] = (),
+) -> float:
+  def check(numbers: str, limit: float) -> float:
     inputs = oracle.inputs(rng, numbers)
     g = oracle.inputs(rng, numbers)[0]
     grads, received = trial.pullback(oracle, inputs, g)
@@ -286,17 +306,17 @@ def _check_pullback(bench, trial, oracle, rng, kinds=(), names=None) -> float:
 
 
 @_rule(gradients=True)
-def gradients(bench: Bench, variant: Variant) -> float:
+def gradients(bench: Bench[Any], variant: Variant) -> float:
   """Reverse mode gives the gradients of tokens, weights and parameters."""
   return _check_pullback(bench, *bench.begin(variant))
 
 
 @_rule(_each_alignment, jvp=True)
-def jvp(bench: Bench, variant: Variant) -> float:
+def jvp(bench: Bench[Any], variant: Variant) -> float:
   """Forward mode gives the derivative along tokens, weights and parameters."""
   trial, oracle, rng = bench.begin(variant)
 
-  def check(numbers, limit):
+  def check(numbers: str, limit: float) -> float:
     inputs, tangents = (oracle.inputs(rng, numbers) for _ in range(2))
     got, _ = trial.pushforward(oracle, inputs, tangents)
     want = oracle.pushforward(inputs, tangents)
@@ -306,11 +326,11 @@ def jvp(bench: Bench, variant: Variant) -> float:
 
 
 @_rule(_each_alignment, second_order=True)
-def second_order(bench: Bench, variant: Variant) -> float:
+def second_order(bench: Bench[Any], variant: Variant) -> float:
   """Reverse mode gives the gradients of the gradients."""
   trial, oracle, rng = bench.begin(variant)
 
-  def check(numbers, limit):
+  def check(numbers: str, limit: float) -> float:
     inputs, cotangents = (oracle.inputs(rng, numbers) for _ in range(2))
     g = oracle.inputs(rng, numbers)[0]
     grads, g_g = trial.second_pullback(oracle, inputs, g, cotangents)
@@ -321,7 +341,7 @@ def second_order(bench: Bench, variant: Variant) -> float:
 
 
 @_rule(repeatable=True)
-def repeatable(bench: Bench, variant: Variant) -> float:
+def repeatable(bench: Bench[Any], variant: Variant) -> float:
   """The same inputs give the same bits in each run, for any tolerance."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
@@ -401,7 +421,7 @@ def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
 
 
 @_rule(_fewer_ranks)
-def ep_sizes(bench: Bench, variant: Variant) -> float:
+def ep_sizes(bench: Bench[Any], variant: Variant) -> float:
   """Fewer ranks with more experts each also match the oracle."""
   if isinstance(bench.subject, Transport):
     for check in (sizes, rows, weights):
@@ -419,7 +439,7 @@ GROWTH = Footprint(memory=64 << 10, heap=4 << 10, descriptors=0, threads=64)
 
 
 @_rule(_once)
-def soak(bench: Bench, variant: Variant) -> float:
+def soak(bench: Bench[Any], variant: Variant) -> float:
   """Many steps with changing routings are right and, on Linux, do not leak."""
   trial, _, rng = bench.begin(variant)
   setting = trial.setting
@@ -454,7 +474,7 @@ def soak(bench: Bench, variant: Variant) -> float:
 
 
 def _all_fail(
-  bench: Bench, variant: Variant, task: str, what_happened: str
+  bench: Bench[Any], variant: Variant, task: str, what_happened: str
 ) -> float:
   """Checks that each surviving process of a task of _rank.py gets an error."""
   for process, note in _ranks.run(bench.subject, task, variant.seed).items():
@@ -464,14 +484,14 @@ def _all_fail(
 
 
 @_rule(_once, starts_ranks=True, location=...)
-def processes(bench: Bench, variant: Variant) -> float:
+def processes(bench: Bench[Any], variant: Variant) -> float:
   """Two processes with two devices each match one with four devices."""
   notes = _ranks.run(bench.subject, "processes", variant.seed)
-  return max(note["worst"] for note in notes.values())
+  return max(float(note["worst"]) for note in notes.values())
 
 
 @_rule(_once, starts_ranks=True, location=..., reports_disagreement=True)
-def disagreement(bench: Bench, variant: Variant) -> float:
+def disagreement(bench: Bench[Any], variant: Variant) -> float:
   """If a process has another hidden size, every process gets an error."""
   return _all_fail(
     bench,
@@ -483,7 +503,7 @@ def disagreement(bench: Bench, variant: Variant) -> float:
 
 
 @_rule(_once, starts_ranks=True, location=..., reports_death=True)
-def killed_rank(bench: Bench, variant: Variant) -> float:
+def killed_rank(bench: Bench[Any], variant: Variant) -> float:
   """If a process is killed, an op of the others fails and does not hang."""
   return _all_fail(
     bench,

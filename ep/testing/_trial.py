@@ -82,19 +82,21 @@ class Trial(abc.ABC):
   ):
     self.setting = setting
 
-    def pullback(route, inputs, g):
+    def pullback(route: Any, inputs: Any, g: Any) -> tuple[Any, Any]:
       _, vjp, received = jax.vjp(
         lambda *x: function(route, x), *inputs, has_aux=True
       )
       return vjp(g), received
 
-    def pushforward(route, inputs, tangents):
+    def pushforward(route: Any, inputs: Any, tangents: Any) -> tuple[Any, Any]:
       _, tangent, received = jax.jvp(
         lambda *x: function(route, x), inputs, tangents, has_aux=True
       )
       return tangent, received
 
-    def second_pullback(route, inputs, g, cotangents):
+    def second_pullback(
+      route: Any, inputs: Any, g: Any, cotangents: Any
+    ) -> Any:
       _, vjp = jax.vjp(lambda *x: pullback(route, *x)[0], inputs, g)
       return vjp(cotangents)
 
@@ -118,7 +120,9 @@ class Trial(abc.ABC):
     """Starts `forward`; pass the returned arrays to `finish`."""
     return self._function(*self._place(oracle.route, inputs))
 
-  def _run(self, program: Callable, oracle: Oracle, *args: Any) -> Any:
+  def _run(
+    self, program: Callable[..., Any], oracle: Oracle, *args: Any
+  ) -> Any:
     """Returns the results of a program: its values, and the received rows."""
     return self.finish(program(*self._place(oracle.route, *args)))
 
@@ -138,7 +142,7 @@ class Trial(abc.ABC):
     """
     spec = NamedSharding(self.setting.mesh, PartitionSpec("ep"))
 
-    def split(x):
+    def split(x: Any) -> jax.Array:
       return jax.make_array_from_callback(x.shape, spec, x.__getitem__)
 
     return [
@@ -147,7 +151,7 @@ class Trial(abc.ABC):
     ]
 
 
-def _as_integers(arrays):
+def _as_integers(arrays: Any) -> Any:
   """Returns the bits of arrays as integers, which no collective changes."""
   return jax.tree.map(
     lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"),

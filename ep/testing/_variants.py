@@ -194,7 +194,14 @@ class Draw:
       raise refusal
     return []
 
-  def _any(self, kind, dtype, alignment, ep_size, too_small) -> Variant:
+  def _any(
+    self,
+    kind: Kind,
+    dtype: str,
+    alignment: int,
+    ep_size: int | None,
+    too_small: bool,
+  ) -> Variant:
     def between(low: int, high: int) -> int:
       """Draws a number; each power of two is equally likely."""
       return int(low * ((high + 1) / low) ** self._rng.random())

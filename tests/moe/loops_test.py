@@ -2,7 +2,7 @@
 """A layer puts no XLA collective into a loop or a branch around its ops.
 
 XLA:CPU would not order such a collective with those outside the loop; see
-unordered_collectives.py.
+ep/_tools/collectives/unordered.py.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import pytest
 
 from conftest import make_mesh, TIMEOUT_S
 import ep
-from ep._src.ops.unordered_collectives import loops_with_collectives
+from ep._tools.collectives.unordered import loops_with_collectives
 from groups import BACKEND
 from layer_steps import draw_params, put, whole
 

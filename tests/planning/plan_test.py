@@ -224,7 +224,7 @@ def test_more_copies_of_an_expert_than_ranks_need_no_more_time():
   np.testing.assert_array_equal(linear.experts, np.sort(experts))
 
 
-def test_a_record_and_its_steps(tmp_path, capsys):
+def test_a_record_and_its_steps(tmp_path, capsys, monkeypatch):
   steps = [draw(8 * T, seed=seed) for seed in range(3)]
   files.Writer(tmp_path, 0).write(
     files.Call("moe_3", 2, 1, rank, step, 0, "jit_f#0/1", step, half)
@@ -235,8 +235,9 @@ def test_a_record_and_its_steps(tmp_path, capsys):
   of_replay = ep.plan(CFG, cluster(), ep.replay(tmp_path), ep_sizes=[4, 8])
   assert str(of_record) == str(of_replay)
   given = "--preset=small --nodes=2 --gpus=4 --ep=4,8 --layer=moe_3".split()
-  presets = {"small": dataclasses.replace(CFG, name="moe")}
-  command.main([*given, f"--routing={tmp_path}"], presets)
+  small = {"small": dataclasses.replace(CFG, name="moe")}
+  monkeypatch.setattr(ep.presets, "BY_NAME", small)
+  command.main([*given, f"--routing={tmp_path}"])
   assert capsys.readouterr().out == f"{of_record}\n"
   assert of_record.tokens_per_rank == T
   of_steps = ep.plan(CFG, cluster(), steps, ep_sizes=[4, 8])
@@ -273,7 +274,7 @@ def test_a_table_and_a_picture(tmp_path, capsys):
     "--preset=deepseek_v3 --nodes=4 --routing=zipf:0.3 --tokens=256 --ep=8,32"
     " --replicas=0,32 --placements=linear,balanced --capacity_factors=1.25,none"
   )
-  command.main([*arguments.split(), f"--picture={path}"], ep.presets.BY_NAME)
+  command.main([*arguments.split(), f"--picture={path}"])
   title, heads, *rows = capsys.readouterr().out.splitlines()
   assert title.startswith("32 ranks with 256 tokens each, routing zipf:0.3")
   assert heads.split()[:4] == ["EP", "replicas", "placement", "capacity"]
@@ -304,7 +305,7 @@ def test_a_plan_of_no_time(tmp_path):
 def test_a_command_that_cannot_be_run_says_why(argument, words, capsys):
   given = "--preset=deepseek_v3", "--nodes=3", "--tokens=8", argument
   with pytest.raises(SystemExit, match="2"):
-    command.main(given, ep.presets.BY_NAME)
+    command.main(given)
   assert words in capsys.readouterr().err
 
 

@@ -130,7 +130,7 @@ def test_bad_files_are_errors(tmp_path):
     ("topk_idx", lambda x: x + 2**32, "has ids in .*, but valid ids are -1..7"),
     ("topk_idx", lambda x: x + E, "but valid ids are -1..7"),
     ("step", lambda x: x + 2**30, "not there of ranks"),
-    ("step", lambda x: x + 2**40, "its columns are not those"),
+    ("step", lambda x: x + 2**40, "its columns differ"),
     ("num_ranks", lambda _: np.int32(2**31 - 1), r"of ranks \[2, 3, 4, "),
     ("calls_per_step", lambda _: np.int32(2**31 - 1), None),
     ("run", lambda x: x + 2**62, None),

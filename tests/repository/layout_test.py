@@ -23,7 +23,7 @@ CORE = [
 TOOLS = [
   {"check"},
   {"debug", "planning"},
-  {"records", "stuck", "trace"},
+  {"collectives", "records", "stuck", "trace"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import contextlib
 import functools
 import itertools
+from typing import Any
 
 import jax
 from jax import lax
@@ -203,17 +204,19 @@ def _group_size(ranks: int, groups: Sequence[Sequence[int]] | None) -> int:
   return sizes.pop()
 
 
-def _bind(*operands: jax.Array, axis_name, **params) -> jax.Array:
+def _bind(*operands: jax.Array, axis_name: Any, **params: Any) -> jax.Array:
   operands = compat.vary_together(*operands, axes=axis_name)
-  (result,) = _op_p.bind(*operands, axis_name=axis_name, **params)
-  return result
+  outs: list[jax.Array] = _op_p.bind(*operands, axis_name=axis_name, **params)
+  return outs[0]
 
 
-def _types(operand, output, *slices, **params):
+def _types(operand: Any, output: Any, *slices: Any, **params: Any) -> list[Any]:
   return [output.update(weak_type=False)]
 
 
-def _jvp(primals, tangents, **params):
+def _jvp(
+  primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[jax.Array], list[jax.Array]]:
   operand_dot, output_dot = map(compat.instantiate_zeros, tangents[:2])
   return (
     [_bind(*primals, **params)],
@@ -221,10 +224,17 @@ def _jvp(primals, tangents, **params):
   )
 
 
-def _transpose(cts, operand, output, *slices, back, **axis):
+def _transpose(
+  cts: Sequence[Any],
+  operand: Any,
+  output: Any,
+  *slices: Any,
+  back: bool,
+  **axis: Any,
+) -> list[Any]:
   (ct,) = map(compat.instantiate_zeros, cts)
 
-  def zeros(x):
+  def zeros(x: Any) -> Any:
     aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
     return compat.instantiate_zeros(ad.Zero(aval))
 
@@ -236,24 +246,44 @@ def _transpose(cts, operand, output, *slices, back, **axis):
   return [operand_ct, output_ct, *[None] * len(slices)]
 
 
-def _batch(axis, operands, dims, *, axis_name, **params):
+def _batch(
+  axis: Any,
+  operands: Sequence[Any],
+  dims: Sequence[int | None],
+  *,
+  axis_name: Any,
+  **params: Any,
+) -> tuple[list[jax.Array], list[int | None]]:
   if axis.name in axis_name:
     raise NotImplementedError(
       f'{_NAME}: "{axis.name}" is the axis of a jax.vmap; use jax.shard_map.'
     )
   if all(d is None for d in dims):
     return [_bind(*operands, axis_name=axis_name, **params)], [None]
-  operands = (
+  operands = [
     compat.batching.bdim_at_front(x, d, axis.size)
     for x, d in zip(operands, dims, strict=True)
-  )
+  ]
   return [_bind(*operands, axis_name=axis_name, **params)], [0]
 
 
-def _on_others(operand, output, *slices, back, **axis):
+def _on_others(
+  operand: jax.Array,
+  output: jax.Array,
+  *slices: jax.Array,
+  back: bool,
+  **axis: Any,
+) -> list[jax.Array]:
   """Computes the op by JAX's op, which overwrites rows and does not add."""
 
-  def move(operand, output, sources, sizes, targets, expected):
+  def move(
+    operand: jax.Array,
+    output: jax.Array,
+    sources: jax.Array,
+    sizes: jax.Array,
+    targets: jax.Array,
+    expected: jax.Array,
+  ) -> Any:
     if back:
       here, there = (
         lax.all_to_all(x, **axis, split_axis=0, concat_axis=0, tiled=True)
@@ -270,8 +300,14 @@ def _on_others(operand, output, *slices, back, **axis):
 
 
 def _on_cpu(
-  operand, output, *slices, axis_name, axis_index_groups, back, can_raise
-):
+  operand: jax.Array,
+  output: jax.Array,
+  *slices: jax.Array,
+  axis_name: Any,
+  axis_index_groups: Any,
+  back: bool,
+  can_raise: bool,
+) -> list[jax.Array]:
   """Gathers slices and operands of all ranks, and takes this rank's rows."""
   gather = functools.partial(
     lax.all_gather, axis_name=axis_name, axis_index_groups=axis_index_groups
@@ -304,7 +340,7 @@ def _on_cpu(
   if not num_in or not num_out:
     return [output]
 
-  def mine(x):
+  def mine(x: jax.Array) -> jax.Array:
     """Returns the slices [..., K] that this rank receives."""
     x = lax.dynamic_index_in_dim(x, me, x.ndim - 3 + (not back), keepdims=False)
     return x.reshape(*x.shape[:-2], count)
@@ -319,7 +355,16 @@ def _on_cpu(
   return [_of_bits(result, output.dtype)]
 
 
-def _take(rows, output, there, size, here, *, dtype, adds):
+def _take(
+  rows: jax.Array,
+  output: jax.Array,
+  there: jax.Array,
+  size: jax.Array,
+  here: jax.Array,
+  *,
+  dtype: jnp.dtype,
+  adds: bool,
+) -> jax.Array:
   """Writes rows of all ranks, [P, N, ...], into `output`. All are bits.
 
   Slice k, of K, is size[k] rows of rank k // (K / P), from row there[k] on. Its
@@ -328,22 +373,22 @@ def _take(rows, output, there, size, here, *, dtype, adds):
   """
   at = arrays.iota(len(output))
 
-  def before(k):
+  def before(k: jax.Array | int) -> Any:
     """Returns the last slice before k that writes each row, or -1."""
 
-    def step(i, last):
+    def step(i: jax.Array, last: jax.Array) -> jax.Array:
       place = at - here[i]
       holds = (place >= 0) & (place < size[i]) & (i < k)
       return jnp.where(holds, i, last)
 
     return lax.fori_loop(0, size.size, step, jnp.full_like(at, -1))
 
-  def of(k):
+  def of(k: jax.Array) -> jax.Array:
     # A row that no slice writes reads some row, which is not used.
     row = jnp.where(k >= 0, there[k] + at - here[k], 0)
     return rows.at[k.clip(0) // (size.size // len(rows)), row].get(mode="clip")
 
-  def put(k, x, otherwise):
+  def put(k: jax.Array, x: jax.Array, otherwise: jax.Array) -> jax.Array:
     is_written = (k >= 0).reshape(-1, *[1] * (x.ndim - 1))
     return jnp.where(is_written, x, otherwise)
 
@@ -352,7 +397,7 @@ def _take(rows, output, there, size, here, *, dtype, adds):
   if not adds:
     return result
 
-  def add(state):
+  def add(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     k, total = state
     x = _of_bits(total, dtype) + _of_bits(of(k), dtype)
     return before(k), put(k, _to_bits(x), total)
@@ -362,7 +407,14 @@ def _take(rows, output, there, size, here, *, dtype, adds):
 
 
 def _fail(
-  num_in, num_out, members, is_sound, there, size, here, expected
+  num_in: int,
+  num_out: int,
+  members: np.ndarray,
+  is_sound: np.ndarray,
+  there: np.ndarray,
+  size: np.ndarray,
+  here: np.ndarray,
+  expected: np.ndarray,
 ) -> None:
   at = tuple(np.argwhere(~is_sound)[0])
   source, target = members[list(at[-3:-1])]
@@ -386,7 +438,9 @@ def _of_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
   return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
-def _lower_on_cpu(ctx, *operands, back=False, **axis):
+def _lower_on_cpu(
+  ctx: Any, *operands: Any, back: bool = False, **axis: Any
+) -> Any:
   _check_dtype(ctx.avals_in[0].dtype)
   automatic = compat.leaves_axes_automatic(ctx)
   can_raise = compat.can_call_python(ctx) and not automatic

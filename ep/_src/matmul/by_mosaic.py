@@ -25,17 +25,24 @@ no effect.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import jax
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ep._src.matmul import row_tiles
 from ep._src.matmul.unwritten_rows import TAILS
+
+_Arrays = Sequence[Array]
+_Shape = tuple[int, int]
+_AddAll = Callable[[Callable[..., None], Callable[..., None]], None]
+_Accumulate = Callable[[_Shape, _AddAll], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +75,14 @@ class Blocks:
     )
 
 
-def expand(sizes, segments, rows, matrices, tail, **options):
+def expand(
+  sizes: Array,
+  segments: Array,
+  rows: Array,
+  matrices: _Arrays,
+  tail: str,
+  **options: Any,
+) -> list[Array]:
   """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   return [
@@ -76,29 +90,43 @@ def expand(sizes, segments, rows, matrices, tail, **options):
   ]
 
 
-def contract(sizes, segments, outs, matrices, tail, **options):
+def contract(
+  sizes: Array,
+  segments: Array,
+  outs: _Arrays,
+  matrices: _Arrays,
+  tail: str,
+  **options: Any,
+) -> Array:
   """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   return _products("contract", sizes, outs, matrices, tail, **options)
 
 
-def outer(sizes, segments, rows, outs, dtype, **options):
+def outer(
+  sizes: Array,
+  segments: Array,
+  rows: Array,
+  outs: _Arrays,
+  dtype: jnp.dtype,
+  **options: Any,
+) -> list[Array]:
   """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   del segments
   return [_outer(sizes, rows, y, dtype, **options) for y in outs]
 
 
 def _products(
-  op,
-  sizes,
-  lefts,
-  matrices,
-  tail,
+  op: str,
+  sizes: Array,
+  lefts: _Arrays,
+  matrices: _Arrays,
+  tail: str,
   *,
-  num_cores,
-  accumulate,
+  num_cores: int,
+  accumulate: _Accumulate,
   blocks: Blocks | None = None,
-):
+) -> Array:
   """Returns the sum of the products of all pairs, rounded once."""
   is_transposed = op == "contract"
   (num_rows, _), dtype = lefts[0].shape, lefts[0].dtype
@@ -109,15 +137,17 @@ def _products(
     sizes = jnp.append(sizes, num_rows - sizes.sum(dtype=jnp.int32))
   tiles = row_tiles.tiles(sizes, num_rows, b.rows)
 
-  def body(count, slabs, starts, begins, ends, *operands):
+  def body(
+    count: Any, slabs: Any, starts: Any, begins: Any, ends: Any, *operands: Any
+  ) -> None:
     lefts, rights = operands[: len(matrices)], operands[len(matrices) : -1]
 
-    def compute(tile, column):
+    def compute(tile: Array, column: Array) -> None:
       slab, start = slabs[tile], _aligned_row(starts[tile])
       column = _start(column, b.columns, width)
 
-      def add_all(add, wait):
-        def multiply(step, x, w):
+      def add_all(add: Callable[..., Any], wait: Callable[..., Any]) -> None:
+        def multiply(step: Array, x: Any, w: Any) -> None:
           add(step, x, w.transpose((1, 0)) if is_transposed else w)
 
         for left, right in zip(lefts, rights, strict=True):
@@ -130,58 +160,61 @@ def _products(
           num_steps = left.shape[1] // b.inner
           _pipeline(multiply, wait, num_steps, [x, w], b.steps)
 
-      def store(values):
+      def store(values: Array) -> None:
         rows = start, begins[tile], ends[tile]
         _store(values.astype(dtype), operands[-1], rows, column)
 
       @pl.when(slab < num_slabs)
-      def _():
+      def _() -> None:
         store(accumulate((b.rows, b.columns), add_all))
 
       if tail != "unspecified":
 
         @pl.when(slab == num_slabs)
-        def _():
+        def _() -> None:
           store(jnp.full((b.rows, b.columns), TAILS[tail], jnp.float32))
 
     num_columns = pl.cdiv(width, b.columns)
 
     @plgpu.nd_loop((count[0] * num_columns,), collective_axes="core")
-    def _(loop):
+    def _(loop: Any) -> None:
       compute(*_place(loop.index[0], count[0], num_columns, b.panel))
 
   out_type = jax.ShapeDtypeStruct((num_rows, width), dtype)
   operands = *tiles, *lefts, *(w.astype(dtype) for w in matrices)
-  return run(body, out_type, num_cores, *operands)
+  out: Array = run(body, out_type, num_cores, *operands)
+  return out
 
 
 def _outer(
-  sizes,
-  rows,
-  outs,
-  dtype,
+  sizes: Array,
+  rows: Array,
+  outs: Array,
+  dtype: jnp.dtype,
   *,
-  num_cores,
-  accumulate,
+  num_cores: int,
+  accumulate: _Accumulate,
   blocks: Blocks | None = None,
-):
+) -> Array:
   num_rows, height = rows.shape
   width = outs.shape[1]
   b = blocks or Blocks.of("outer", height, width)
 
-  def body(starts, begins, ends, left, right, out):
-    def compute(slab, row, column):
+  def body(
+    starts: Any, begins: Any, ends: Any, left: Any, right: Any, out: Any
+  ) -> None:
+    def compute(slab: Array, row: Array, column: Array) -> None:
       row = _start(row, b.rows, height)
       column = _start(column, b.columns, width)
       begin, end = begins[slab], ends[slab]
       rows = pl.ds(_aligned_row(starts[slab]), num_rows)
 
-      def add_all(add, wait):
-        def multiply(step, x, y):
+      def add_all(add: Callable[..., Any], wait: Callable[..., Any]) -> None:
+        def multiply(step: Array, x: Any, y: Any) -> None:
           first = step * b.inner
 
           @pl.when((first < begin) | (first + b.inner > end))
-          def _():
+          def _() -> None:
             for ref in (x, y):
               place = first + lax.broadcasted_iota(jnp.int32, ref.shape, 0)
               inside = (place >= begin) & (place < end)
@@ -194,7 +227,7 @@ def _outer(
         y = right.at[rows, pl.ds(column, b.columns)], (b.inner, b.columns), 0
 
         @pl.when(end > begin)
-        def _():
+        def _() -> None:
           num_steps = pl.cdiv(end, b.inner)
           _pipeline(multiply, wait, num_steps, [x, y], b.steps)
 
@@ -206,16 +239,19 @@ def _outer(
     @plgpu.nd_loop(
       (len(sizes), num_blocks[0] * num_blocks[1]), collective_axes="core"
     )
-    def _(loop):
+    def _(loop: Any) -> None:
       slab, index = loop.index
       compute(slab, *_place(index, *num_blocks, b.panel))
 
   out_type = jax.ShapeDtypeStruct((len(sizes), height, width), dtype)
   slabs = row_tiles.slabs(sizes, num_rows)
-  return run(body, out_type, num_cores, *slabs, rows, outs)
+  out: Array = run(body, out_type, num_cores, *slabs, rows, outs)
+  return out
 
 
-def run(body, out_type, num_blocks, *operands):
+def run(
+  body: Callable[..., Any], out_type: Any, num_blocks: int, *operands: Any
+) -> Any:
   """Runs the kernel `body` in `num_blocks` thread blocks."""
   kernel = plgpu.kernel(
     body,
@@ -230,7 +266,9 @@ def run(body, out_type, num_blocks, *operands):
     return kernel(*operands)
 
 
-def _place(index, num_rows, num_columns, panel):
+def _place(
+  index: Array, num_rows: int, num_columns: int, panel: int
+) -> tuple[Array, Array]:
   """Returns row and column of block `index`: by panels, then by rows."""
   before = lax.div(index, num_rows * panel) * panel
   index -= before * num_rows
@@ -238,17 +276,17 @@ def _place(index, num_rows, num_columns, panel):
   return lax.div(index, columns), before + lax.rem(index, columns)
 
 
-def _start(index, size, length):
+def _start(index: Array, size: int, length: int) -> Array:
   """Returns the start of a block; the last one ends with the array."""
   start = lax.min(index * size, jnp.int32(length - size))
   return pl.multiple_of(start, 64)
 
 
-def _aligned_row(row):
+def _aligned_row(row: Array) -> Array:
   return pl.multiple_of(row, row_tiles.ALIGNMENT)
 
 
-def in_registers(shape, add_all):
+def in_registers(shape: _Shape, add_all: _AddAll) -> Array:
   """Returns the sum of the products of `add_all`, on Hopper.
 
   `add_all(add, wait)` runs pipelines. Each calls `add(step, x, y)` in its
@@ -256,23 +294,24 @@ def in_registers(shape, add_all):
   after the next step.
   """
 
-  def sums(acc):
+  def sums(acc: Any) -> Any:
     add_all(
       lambda _, x, y: plgpu.wgmma(acc, x, y), lambda _: plgpu.wgmma_wait(0)
     )
     return acc[...]
 
-  return pl.run_scoped(sums, plgpu.ACC(shape))
+  total: Array = pl.run_scoped(sums, plgpu.WGMMAAccumulatorRef(shape))
+  return total
 
 
-def in_tensor_memory(shape, add_all):
+def in_tensor_memory(shape: _Shape, add_all: _AddAll) -> Array:
   """Returns the sum of the products of `add_all`, on Blackwell."""
 
-  def sums(acc, done):
-    def wait(num_steps):
+  def sums(acc: Any, done: Any) -> Any:
+    def wait(num_steps: Array) -> None:
       plgpu.barrier_wait(done.at[lax.rem(num_steps - 1, jnp.int32(2))])
 
-    def add(step, x, y):
+    def add(step: Array, x: Any, y: Any) -> None:
       plgpu.tcgen05_mma(acc, x, y, done.at[lax.rem(step, jnp.int32(2))])
       pl.when(step > 0)(lambda: wait(step))
 
@@ -284,21 +323,28 @@ def in_tensor_memory(shape, add_all):
     plgpu.wait_load_tmem()
     return values
 
-  return pl.run_scoped(
+  total: Array = pl.run_scoped(
     sums,
     plgpu.TMEM(shape, jnp.float32),
     plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
   )
+  return total
 
 
-def _pipeline(multiply, wait, num_steps, operands, max_concurrent_steps):
+def _pipeline(
+  multiply: Callable[..., Any],
+  wait: Callable[..., Any],
+  num_steps: Array,
+  operands: Sequence[Any],
+  max_concurrent_steps: int,
+) -> None:
   """Calls `multiply(step, *blocks)` for the blocks of operands.
 
   Each operand is (ref, shape of a block, axis along which the steps go).
   """
 
-  def spec(shape, axis):
-    def index(step):
+  def spec(shape: _Shape, axis: int) -> Any:
+    def index(step: Array) -> Any:
       return (step, 0) if axis == 0 else (0, step)
 
     return plgpu.BlockSpec(shape, index, delay_release=1)
@@ -312,7 +358,9 @@ def _pipeline(multiply, wait, num_steps, operands, max_concurrent_steps):
   wait(num_steps)  # The next pipeline uses the same shared memory.
 
 
-def _store(values, out, rows, column):
+def _store(
+  values: Array, out: Any, rows: tuple[Any, Any, Any], column: Array
+) -> None:
   """Writes the rows of a block from `begin` to `end`.
 
   A copy has a static number of rows, so there is a copy for each power of two.
@@ -323,14 +371,14 @@ def _store(values, out, rows, column):
   @functools.partial(
     pl.run_scoped, staged=plgpu.SMEM(values.shape, values.dtype)
   )
-  def _(staged):
+  def _(staged: Any) -> None:
     staged[...] = values
     plgpu.commit_smem()
     row, size = begin, height
     while size:
 
       @pl.when(((end - begin) & size) != 0)
-      def _(row=row, size=size):
+      def _(row: Any = row, size: int = size) -> None:
         plgpu.copy_smem_to_gmem(
           staged.at[pl.ds(row, size)],
           out.at[pl.ds(start + row, size), pl.ds(column, width)],

@@ -8,22 +8,29 @@ segments have no effect.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
 
-from jax import lax
+from jax import Array, lax
 import jax.numpy as jnp
 
 from ep._src.matmul.unwritten_rows import cut
 
+_Arrays = Sequence[Array]
 
-def expand(sizes, segments, rows, matrices, tail):
+
+def expand(
+  sizes: Array, segments: Array, rows: Array, matrices: _Arrays, tail: str
+) -> list[Array]:
   """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   dots = (_dot(sizes, rows, w).astype(rows.dtype) for w in matrices)
   return [cut(out, sizes.sum(dtype=jnp.int32), tail) for out in dots]
 
 
-def contract(sizes, segments, outs, matrices, tail):
+def contract(
+  sizes: Array, segments: Array, outs: _Arrays, matrices: _Arrays, tail: str
+) -> Array:
   """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   terms = [
@@ -34,7 +41,9 @@ def contract(sizes, segments, outs, matrices, tail):
   return cut(rows, sizes.sum(dtype=jnp.int32), tail)
 
 
-def outer(sizes, segments, rows, outs, dtype):
+def outer(
+  sizes: Array, segments: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
+) -> list[Array]:
   """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   del segments
   dimensions = lax.RaggedDotDimensionNumbers(
@@ -56,7 +65,7 @@ def outer(sizes, segments, rows, outs, dtype):
   ]
 
 
-def _dot(sizes, rows, matrices):
+def _dot(sizes: Array, rows: Array, matrices: Array) -> Array:
   matrices = matrices.astype(rows.dtype)
   return lax.ragged_dot(
     rows, matrices, sizes, preferred_element_type=jnp.float32

@@ -11,37 +11,45 @@ Float32 products are exact, not in TF32, the default of XLA.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
-from jax import lax
+from jax import Array, lax
 import jax.numpy as jnp
 
 from ep._src.base.arrays import iota
 from ep._src.matmul import row_tiles
 from ep._src.matmul.unwritten_rows import TAILS
 
+_Arrays = Sequence[Array]
+
 _HEIGHT = 128  # rows of a tile
 
 
-def expand(sizes, segments, rows, matrices, tail):
+def expand(
+  sizes: Array, segments: Array, rows: Array, matrices: _Arrays, tail: str
+) -> list[Array]:
   """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   return [_products(sizes, [rows], [w], 0, tail) for w in matrices]
 
 
-def contract(sizes, segments, outs, matrices, tail):
+def contract(
+  sizes: Array, segments: Array, outs: _Arrays, matrices: _Arrays, tail: str
+) -> Array:
   """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   return _products(sizes, outs, matrices, 1, tail)
 
 
-def outer(sizes, segments, rows, outs, dtype):
+def outer(
+  sizes: Array, segments: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
+) -> list[Array]:
   """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   del segments
 
-  def add(tile, sums):
+  def add(tile: _Tile, sums: _Arrays) -> list[Array]:
     x, *ys = (jnp.where(tile.inside, tile.rows(a), 0) for a in (rows, *outs))
     return [
       s.at[tile.slab].add(_dot(x, y, 0, 0))
@@ -53,12 +61,14 @@ def outer(sizes, segments, rows, outs, dtype):
   return [s.astype(dtype) for s in _fold(add, sizes, rows.shape[0], sums)]
 
 
-def _products(sizes, lefts, matrices, axis, tail):
+def _products(
+  sizes: Array, lefts: _Arrays, matrices: _Arrays, axis: int, tail: str
+) -> Array:
   """Returns the sum of the products of all pairs, rounded once."""
   num_rows, dtype = lefts[0].shape[0], lefts[0].dtype
   matrices = [w.astype(dtype) for w in matrices]
 
-  def write(tile, out):
+  def write(tile: _Tile, out: Array) -> Array:
     pairs = zip(lefts, matrices, strict=True)
     products = [_dot(tile.rows(x), w[tile.slab], 1, axis) for x, w in pairs]
     values = functools.reduce(jnp.add, products).astype(dtype)
@@ -66,33 +76,37 @@ def _products(sizes, lefts, matrices, axis, tail):
     return lax.dynamic_update_slice_in_dim(out, values, tile.start, 0)
 
   shape = num_rows, matrices[0].shape[2 - axis]
-  return _fold(write, sizes, num_rows, jnp.full(shape, TAILS[tail], dtype))
+  init = jnp.full(shape, TAILS[tail], dtype)
+  rows: Array = _fold(write, sizes, num_rows, init)
+  return rows
 
 
 class _Tile(NamedTuple):
   """A tile: its slab, its first row, and a mask [height, 1] of slab's rows."""
 
-  slab: jax.Array
-  start: jax.Array
-  inside: jax.Array
+  slab: Array
+  start: Array
+  inside: Array
 
-  def rows(self, array):
+  def rows(self, array: Array) -> Array:
     return lax.dynamic_slice_in_dim(array, self.start, len(self.inside))
 
 
-def _fold(step, sizes, num_rows, init):
+def _fold(
+  step: Callable[[_Tile, Any], Any], sizes: Array, num_rows: int, init: Any
+) -> Any:
   """Folds `step(tile, value)` over all tiles."""
   height = min(_HEIGHT, num_rows)
   tiles, row = row_tiles.tiles(sizes, num_rows, height), iota(height)[:, None]
 
-  def fold(i, value):
+  def fold(i: Array, value: Any) -> Any:
     inside = (row >= tiles.begin[i]) & (row < tiles.end[i])
     return step(_Tile(tiles.slab[i], tiles.start[i], inside), value)
 
   return lax.fori_loop(0, len(tiles.slab), fold, init)
 
 
-def _dot(x, y, x_axis, y_axis):
+def _dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
   is_wide = x.dtype.itemsize >= 4
   return lax.dot_general(
     x,

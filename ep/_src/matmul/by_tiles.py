@@ -22,35 +22,42 @@ tree of all segments is the sum of the trees of their two halves.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import functools
 
-from jax import lax
+from jax import Array, lax
 import jax.numpy as jnp
 
 from ep._src.base.arrays import iota
 from ep._src.matmul import ordered_sum, unwritten_rows
 from ep._src.matmul.unwritten_rows import slice_rows
 
+_Arrays = Sequence[Array]
+
 _HEIGHT = 64  # rows of a tile
 
 
-def expand(sizes, segments, rows, matrices, tail):
+def expand(
+  sizes: Array, segments: Array, rows: Array, matrices: _Arrays, tail: str
+) -> list[Array]:
   """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
 
-  def fn(x, *matrices):
+  def fn(x: Array, *matrices: Array) -> list[Array]:
     return [_dot(x, w, 1, 0) for w in matrices]
 
   widths = [w.shape[2] for w in matrices]
   return _map_tiles(fn, sizes, [rows], matrices, widths, tail)
 
 
-def contract(sizes, segments, outs, matrices, tail):
+def contract(
+  sizes: Array, segments: Array, outs: _Arrays, matrices: _Arrays, tail: str
+) -> Array:
   """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   n = len(outs)
 
-  def fn(*operands):
+  def fn(*operands: Array) -> list[Array]:
     pairs = zip(operands[:n], operands[n:], strict=True)
     return [functools.reduce(jnp.add, (_dot(y, w, 1, 1) for y, w in pairs))]
 
@@ -59,7 +66,9 @@ def contract(sizes, segments, outs, matrices, tail):
   return rows
 
 
-def outer(sizes, segments, rows, outs, dtype):
+def outer(
+  sizes: Array, segments: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
+) -> list[Array]:
   """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   if segments.shape[1] == 0:
     segments = sizes[:, None]
@@ -67,10 +76,10 @@ def outer(sizes, segments, rows, outs, dtype):
   readers = [unwritten_rows.Reader(x, used) for x in (rows, *outs)]
   starts = _before(sizes)
 
-  def sum_slab(slab, sums):
+  def sum_slab(slab: Array, sums: _Arrays) -> list[Array]:
     """Computes the sums of the segments of a slab, then their sum."""
 
-    def add(tile, parts):
+    def add(tile: _Tile, parts: _Arrays) -> list[Array]:
       x, *ys = (tile.inside(_float32(tile.read(r))) for r in readers)
       return [
         _set_at(p, _at(p, tile.slab) + _dot(x, y, 0, 0), tile.slab)
@@ -93,7 +102,14 @@ def outer(sizes, segments, rows, outs, dtype):
   return [s.astype(dtype) for s in sums]
 
 
-def _map_tiles(fn, sizes, rows, matrices, widths, tail):
+def _map_tiles(
+  fn: Callable[..., _Arrays],
+  sizes: Array,
+  rows: _Arrays,
+  matrices: _Arrays,
+  widths: Sequence[int],
+  tail: str,
+) -> list[Array]:
   """Applies `fn` to the rows of each tile and the matrices of its slab.
 
   `fn` gets float32 and returns rows of `widths`, which are rounded to the dtype
@@ -103,7 +119,7 @@ def _map_tiles(fn, sizes, rows, matrices, widths, tail):
   used = sizes.sum(dtype=jnp.int32)
   readers = [unwritten_rows.Reader(x, used) for x in rows]
 
-  def step(tile, outs):
+  def step(tile: _Tile, outs: _Arrays) -> list[Array]:
     values = fn(
       *(_float32(tile.read(r)) for r in readers),
       *(_rounded(_at(w, tile.slab), dtype) for w in matrices),
@@ -118,11 +134,11 @@ def _map_tiles(fn, sizes, rows, matrices, widths, tail):
   return [unwritten_rows.finish(out, dtype, used, tail) for out in outs]
 
 
-def _float32(x):
+def _float32(x: Array) -> Array:
   return x.astype(jnp.float32)
 
 
-def _rounded(matrix, dtype):
+def _rounded(matrix: Array, dtype: jnp.dtype) -> Array:
   """Returns a matrix in float32, rounded to `dtype` if it has another dtype.
 
   XLA may remove a conversion and its inverse, but not `reduce_precision`.
@@ -133,14 +149,14 @@ def _rounded(matrix, dtype):
   return lax.reduce_precision(_float32(matrix), info.nexp, info.nmant)
 
 
-def _dot(x, y, x_axis, y_axis):
+def _dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
   return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())))
 
 
 class _Tile:
   """Consecutive rows of a buffer: rows `first` to `end` of `slab`."""
 
-  def __init__(self, num_rows, slab, first, end):
+  def __init__(self, num_rows: int, slab: Array, first: Array, end: Array):
     self.slab = slab
     self._stored = min(_HEIGHT, num_rows)
     # The last tile of all starts early enough to end with the last row.
@@ -148,17 +164,17 @@ class _Tile:
     self._early = first - self._start
     self._num_inside = jnp.minimum(end - first, _HEIGHT)
 
-  def read(self, rows):
+  def read(self, rows: unwritten_rows.Reader) -> Array:
     """Returns _HEIGHT rows from `first` on, also those outside the slab."""
-    rows = rows(self._start, self._stored)
-    rows = jnp.pad(rows, ((0, _HEIGHT), (0, 0)))
-    return slice_rows(rows, self._early, _HEIGHT)
+    block = rows(self._start, self._stored)
+    block = jnp.pad(block, ((0, _HEIGHT), (0, 0)))
+    return slice_rows(block, self._early, _HEIGHT)
 
-  def inside(self, rows):
+  def inside(self, rows: Array) -> Array:
     """Returns the rows, with zeros for those outside the slab."""
     return jnp.where((iota(_HEIGHT) < self._num_inside)[:, None], rows, 0)
 
-  def write(self, buffer, rows):
+  def write(self, buffer: Array, rows: Array) -> Array:
     """Returns the buffer with the rows inside the slab."""
     rows = jnp.pad(rows, ((self._stored, 0), (0, 0)))
     rows = slice_rows(rows, self._stored - self._early, self._stored)
@@ -170,27 +186,30 @@ class _Tile:
 class _Tiles:
   """All tiles of consecutive slabs of `sizes`, the first one at `start`."""
 
-  def __init__(self, start, sizes, num_rows):
+  def __init__(self, start: Array | int, sizes: Array, num_rows: int):
     self._num_rows = num_rows
     self._counts = lax.div(sizes + (_HEIGHT - 1), jnp.int32(_HEIGHT))
     self._tiles_before = _before(self._counts)
     self._starts = start + _before(sizes)
     self._ends = self._starts + sizes
 
-  def fold(self, step, outs):
+  def fold(
+    self, step: Callable[[_Tile, _Arrays], list[Array]], outs: list[Array]
+  ) -> list[Array]:
     """Folds `step(tile, outs)` over all tiles."""
 
-    def fold(i, outs):
+    def fold(i: Array, outs: list[Array]) -> list[Array]:
       slab = (self._tiles_before <= i).sum(dtype=jnp.int32) - 1
       in_slab = i - _at(self._tiles_before, slab)
       first = _at(self._starts, slab) + _HEIGHT * in_slab
       tile = _Tile(self._num_rows, slab, first, _at(self._ends, slab))
       return step(tile, outs)
 
-    return lax.fori_loop(0, self._counts.sum(dtype=jnp.int32), fold, outs)
+    outs = lax.fori_loop(0, self._counts.sum(dtype=jnp.int32), fold, outs)
+    return outs
 
 
-def _before(counts):
+def _before(counts: Array) -> Array:
   """Returns the sum of the counts before each."""
   return jnp.cumsum(counts, dtype=jnp.int32) - counts
 

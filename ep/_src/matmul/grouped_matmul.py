@@ -27,7 +27,8 @@ lists, and T is the sum over them: the gradient of the rows is rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from ep._src.native import ffi
 
 # The arguments of T, by their position in a triple of lists [X], Ws, Ys.
 _ROWS, _MATRICES, _OUTS = range(3)
+_Triple = list[list[Any]]
 
 
 def grouped_matmul(
@@ -122,16 +124,17 @@ def grouped_matmuls(
   operands = compat.vary_together(group_sizes, segments, rows, *matrices)
   with jax.numpy_dtype_promotion("standard"):
     matrix_dtype = jnp.result_type(*matrices)
-  return grouped_matmul_p.bind(
+  outs: list[jax.Array] = grouped_matmul_p.bind(
     *operands[:3],
     *(w.astype(matrix_dtype) for w in operands[3:]),
     missing=_OUTS,
     matrix_dtype=matrix_dtype,
     tail=contexts.tail(tail),
   )
+  return outs
 
 
-def _triple(operands, missing):
+def _triple(operands: Sequence[Any], missing: int) -> _Triple:
   """Returns the lists [X], Ws, Ys of operands; the missing one is empty."""
   num_first = len(operands) // 2 if missing == _ROWS else 1
   triple = [list(operands[:num_first]), list(operands[num_first:])]
@@ -139,7 +142,13 @@ def _triple(operands, missing):
   return triple
 
 
-def _gradient(slabs, triple, missing, pairs, **params):
+def _gradient(
+  slabs: Sequence[Any],
+  triple: Sequence[Sequence[Any]],
+  missing: int,
+  pairs: Sequence[int],
+  **params: Any,
+) -> Iterator[tuple[int, Any]]:
   """Applies the primitive to a triple, with only some pairs of W and Y.
 
   Returns pairs: a position in the list of the missing argument, and a result.
@@ -155,7 +164,14 @@ def _gradient(slabs, triple, missing, pairs, **params):
   return zip(places[missing], outs, strict=True)
 
 
-def _types(sizes, segments, *avals, missing, matrix_dtype, tail):
+def _types(
+  sizes: Any,
+  segments: Any,
+  *avals: Any,
+  missing: int,
+  matrix_dtype: jnp.dtype,
+  tail: str,
+) -> list[Any]:
   del segments, tail
   rows, matrices, outs = _triple(avals, missing)
   dtype = matrix_dtype if missing == _MATRICES else (rows + outs)[0].dtype
@@ -169,12 +185,18 @@ def _types(sizes, segments, *avals, missing, matrix_dtype, tail):
   return [compat.out_aval(s, dtype, avals[0]) for s in shapes]
 
 
-def _present(values):
+def _present(values: Sequence[Any]) -> list[int]:
   """Returns the positions of values that are not symbolic zeros."""
   return [i for i, x in enumerate(values) if type(x) is not ad.Zero]
 
 
-def _jvp(primals, tangents, *, missing, **params):
+def _jvp(
+  primals: Sequence[Any],
+  tangents: Sequence[Any],
+  *,
+  missing: int,
+  **params: Any,
+) -> tuple[list[Any], list[Any]]:
   slabs, operands = primals[:2], primals[2:]
   outs = grouped_matmul_p.bind(*slabs, *operands, missing=missing, **params)
   out_tangents = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
@@ -193,7 +215,9 @@ def _jvp(primals, tangents, *, missing, **params):
   return outs, out_tangents
 
 
-def _transpose(cts, *slabs_and_operands, missing, **params):
+def _transpose(
+  cts: Sequence[Any], *slabs_and_operands: Any, missing: int, **params: Any
+) -> list[Any]:
   slabs, operands = slabs_and_operands[:2], slabs_and_operands[2:]
   triple = _triple(operands, missing)
   is_wanted = [list(map(ad.is_undefined_primal, xs)) for xs in triple]
@@ -217,10 +241,17 @@ def _transpose(cts, *slabs_and_operands, missing, **params):
   ]
 
 
-def _lowering(implementation):
+def _lowering(implementation: Any) -> Callable[..., Any]:
   """Returns a lowering to the three functions of an implementation."""
 
-  def apply(sizes, segments, *operands, missing, matrix_dtype, tail):
+  def apply(
+    sizes: jax.Array,
+    segments: jax.Array,
+    *operands: jax.Array,
+    missing: int,
+    matrix_dtype: jnp.dtype,
+    tail: str,
+  ) -> Any:
     rows, matrices, outs = _triple(operands, missing)
     if missing == _ROWS:
       return [implementation.contract(sizes, segments, outs, matrices, tail)]
@@ -235,7 +266,7 @@ _lower_to_tiles = _lowering(by_tiles)
 _lower_to_native = jax.ffi.ffi_lowering("ep_grouped_matmul")
 
 
-def _lower_on_cpu(ctx, *operands, **params):
+def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
   dtypes = {a.dtype for a in (*ctx.avals_in[2:], *ctx.avals_out)}
   if not ffi.is_native(ctx) or not dtypes <= _NATIVE_DTYPES:
     return _lower_to_tiles(ctx, *operands, **params)
@@ -247,7 +278,9 @@ def _lower_on_cpu(ctx, *operands, **params):
   )
 
 
-def _lower_on_cuda(ctx, *operands, missing, **params):
+def _lower_on_cuda(
+  ctx: Any, *operands: Any, missing: int, **params: Any
+) -> Any:
   rows, matrices, outs = _triple(ctx.avals_in[2:], missing)
   short = (rows + outs)[0]
   wide = (matrices or ctx.avals_out)[0]

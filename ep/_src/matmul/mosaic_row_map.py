@@ -14,8 +14,9 @@ XLA's kernels do with 16-bit floats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -64,12 +65,12 @@ def map_rows(
   num_blocks = lax.div(num_used + (ROWS - 1), jnp.int32(ROWS))
   of_block = compat.jaxpr_as_fun(_of_block(fn, arrays))
 
-  def body(count, *refs):
+  def body(count: Any, *refs: Any) -> None:
     ins, outs = refs[: len(arrays)], refs[len(arrays) :]
     wide, narrow = ([x for x in outs if x.ndim == n] for n in (2, 1))
 
-    def write(rows, staged, sums):
-      def compute(steps, *blocks_and_sums):
+    def write(rows: Any, staged: Any, sums: Any) -> None:
+      def compute(steps: Any, *blocks_and_sums: Any) -> list[jax.Array]:
         *blocks, sums = blocks_and_sums
         results = of_block(*map(_load, blocks))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -94,7 +95,7 @@ def map_rows(
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @plgpu.nd_loop((count[0],), collective_axes="core")
-    def _(loop):
+    def _(loop: Any) -> None:
       start = lax.min(loop.index[0] * ROWS, jnp.int32(num_rows - ROWS))
       rows = pl.ds(pl.multiple_of(start, row_tiles.ALIGNMENT), ROWS)
       memory = [
@@ -108,9 +109,9 @@ def map_rows(
   return list(by_mosaic.run(body, out_type, num_thread_blocks, *operands))
 
 
-def _of_block(fn, arrays):
+def _of_block(fn: Callable[..., Any], arrays: Sequence[jax.Array]) -> Any:
   """Returns the jaxpr of `fn` for blocks, in float32 and without calls."""
-  new = jax.ShapeDtypeStruct
+  new: Any = jax.ShapeDtypeStruct
   rows = [new((ROWS, *x.shape[1:]), x.dtype) for x in arrays]
   blocks = [new(_block_shape(x), _wide(x.dtype)) for x in arrays]
   # A block is on no mesh, so its values need no `reshard`.
@@ -122,7 +123,7 @@ def _of_block(fn, arrays):
   return traced
 
 
-def _check(jaxpr):
+def _check(jaxpr: Any) -> None:
   """Raises unless the kernel can compute one block of columns after another."""
   read = {v for e in jaxpr.eqns for v in e.invars if not _is_literal(v)}
   sums = {e.outvars[0] for e in jaxpr.eqns if _is_sum(e)} - read
@@ -136,7 +137,7 @@ def _check(jaxpr):
     raise NotImplementedError("a result [C] is not a sum of columns")
 
 
-def _evaluate(traced, *operands):
+def _evaluate(traced: Any, *operands: Any) -> list[jax.Array]:
   """Evaluates the equations of rows for a block of columns, in float32.
 
   It inlines calls and replaces `add_any`, which Mosaic GPU cannot lower.
@@ -145,7 +146,7 @@ def _evaluate(traced, *operands):
   values = dict(zip(jaxpr.constvars, traced.consts, strict=True))
   values |= zip(jaxpr.invars, operands, strict=True)
 
-  def value(variable):
+  def value(variable: Any) -> Any:
     if _is_literal(variable):
       return np.asarray(variable.val, _wide(variable.aval.dtype))
     return values[variable]
@@ -170,54 +171,55 @@ def _evaluate(traced, *operands):
   return [*map(value, jaxpr.outvars)]
 
 
-def _wide(dtype):
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
   is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
   return jnp.dtype(jnp.float32) if is_short else dtype
 
 
-def _is_literal(variable):
+def _is_literal(variable: Any) -> bool:
   return isinstance(variable, compat.Literal)
 
 
-def _is_sum(equation):
+def _is_sum(equation: Any) -> Any:
   name, params = equation.primitive.name, equation.params
   return name == "reduce_sum" and params["axes"] == (1,)
 
 
-def _repeats(equation):
+def _repeats(equation: Any) -> Any:
   """Returns whether it broadcasts a scalar, or a value for each row."""
   name, params = equation.primitive.name, equation.params
   dims = params.get("broadcast_dimensions")
   return name == "broadcast_in_dim" and dims in ((), (0,))
 
 
-def _block_shape(array):
+def _block_shape(array: Any) -> tuple[int, ...]:
   return (ROWS, COLUMNS)[: array.ndim]
 
 
-def _place(array):
+def _place(array: Any) -> Callable[[Any], tuple[Any, ...]]:
   """Returns a function from a pipeline step to the index of its block."""
   return lambda step: (0, step)[: array.ndim]
 
 
-def _load(block):
+def _load(block: Any) -> jax.Array:
   return _laid_out(block[...]).astype(_wide(block.dtype))
 
 
-def _laid_out(values):
+def _laid_out(values: jax.Array) -> jax.Array:
   """Returns values in a register layout in which rows can be summed."""
   layout = plgpu.Layout.WGMMA
-  return plgpu.layout_cast(
+  values = plgpu.layout_cast(
     values, layout if values.ndim == 2 else layout.reduce(1)
   )
+  return values
 
 
-def _store(values, blocks):
+def _store(values: Iterable[jax.Array], blocks: Any) -> None:
   for block, x in zip(blocks, values, strict=True):
     block[...] = x.astype(block.dtype)
   plgpu.commit_smem()
 
 
-def _num_steps(arrays):
+def _num_steps(arrays: Sequence[jax.Array]) -> int:
   step = sum(ROWS * COLUMNS * x.dtype.itemsize for x in arrays if x.ndim == 2)
   return max(2, min(_MOST_STEPS, _PIPELINE_BYTES // step))

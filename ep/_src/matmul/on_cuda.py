@@ -85,7 +85,12 @@ def row_map(
   return None
 
 
-def _obstacle_of_map(device, fn, arrays, outs):
+def _obstacle_of_map(
+  device: Any,
+  fn: Callable[..., Any],
+  arrays: Sequence[Any],
+  outs: Sequence[Any],
+) -> str | None:
   """Returns why the kernel cannot be used, or None."""
   types = *arrays, *outs
   wide = [x for x in types if len(x.shape) != 1]
@@ -101,7 +106,9 @@ def _obstacle_of_map(device, fn, arrays, outs):
   return _failure_of_map(device, fn, few)
 
 
-def _misfit(device, rows, widths, fewest=None):
+def _misfit(
+  device: Any, rows: Any, widths: Sequence[int], fewest: int | None = None
+) -> str | None:
   """Returns why the kernels cannot be used, or None."""
   if device is None:
     return "it is exported for any GPU, or XLA divides it among devices"
@@ -123,10 +130,10 @@ def _misfit(device, rows, widths, fewest=None):
 
 
 @functools.cache
-def _failure(device):
+def _failure(device: Any) -> str | None:
   """Compiles small kernels for a device; returns why it fails, or None."""
 
-  def run(sizes, rows, matrices):
+  def run(sizes: jax.Array, rows: Any, matrices: jax.Array) -> Any:
     ops = _kernels(device)
     (outs,) = ops.expand(sizes, None, rows, [matrices], "zero")
     back = ops.contract(sizes, None, [outs], [matrices], "zero")
@@ -138,16 +145,18 @@ def _failure(device):
 
 
 @functools.lru_cache
-def _failure_of_map(device, fn, arrays):
+def _failure_of_map(
+  device: Any, fn: Callable[..., Any], arrays: Sequence[Any]
+) -> str | None:
   """Compiles the kernel for few rows; returns why it fails, or None."""
 
-  def run(num_used, *arrays):
+  def run(num_used: jax.Array, *arrays: jax.Array) -> Any:
     return _row_kernel(device)(fn, num_used, arrays)
 
   return _why_not(device, run, ((), jnp.int32), *arrays)
 
 
-def _why_not(device, run, *types):
+def _why_not(device: Any, run: Callable[..., Any], *types: Any) -> str | None:
   """Compiles `run` for a device; returns why it fails, or None."""
   sharding = jax.sharding.SingleDeviceSharding(device)
   operands = [jax.ShapeDtypeStruct(*t, sharding=sharding) for t in types]
@@ -161,7 +170,7 @@ def _why_not(device, run, *types):
   return f"JAX {jax.__version__} does not compile the kernels: {reason}"
 
 
-def _kernels(device):
+def _kernels(device: Any) -> Any:
   """Returns a namespace with the functions of by_mosaic.py, for a device."""
   # Imported here, because not every JAX has Pallas Mosaic GPU.
   from ep._src.matmul import by_mosaic
@@ -177,7 +186,7 @@ def _kernels(device):
   )
 
 
-def _row_kernel(device):
+def _row_kernel(device: Any) -> Callable[..., list[jax.Array]]:
   from ep._src.matmul import mosaic_row_map
 
   return functools.partial(mosaic_row_map.map_rows, num_cores=device.core_count)

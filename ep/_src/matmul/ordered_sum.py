@@ -39,14 +39,15 @@ def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
     return x
   names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
-  def psum(x):
+  def psum(x: jax.Array) -> Any:
     is_manual = compat.manual_axes().issuperset(names)
     if is_manual and not compat.checks_vma():
       return _unchecked_psum_p.bind(x, axes=names)[0]
     (x,) = compat.vary_together(x, axes=names)
     return tree_sum(all_gather(x, names))
 
-  return jax.tree.map(psum, x)
+  total: _Tree = jax.tree.map(psum, x)
+  return total
 
 
 def all_gather(
@@ -58,7 +59,8 @@ def all_gather(
   `lax.all_gather` would add the ranks' cotangents.
   """
   to = "invarying" if compat.checks_vma() else "varying"
-  return lax.all_gather(x, axis_name, to=to, **options)
+  parts: jax.Array = lax.all_gather(x, axis_name, to=to, **options)
+  return parts
 
 
 def tree_sum(parts: jax.Array) -> jax.Array:
@@ -77,10 +79,11 @@ def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
   """
   if not compat.checks_vma() or not axis_name:
     return x
-  return _replicated_p.bind(x, axes=tuple(axis_name))[0]
+  outs: list[jax.Array] = _replicated_p.bind(x, axes=tuple(axis_name))
+  return outs[0]
 
 
-def _sum(x, *, axes):
+def _sum(x: jax.Array, *, axes: tuple[str, ...]) -> list[jax.Array]:
   return [tree_sum(lax.all_gather(x, axes))]
 
 

@@ -13,7 +13,7 @@ transposed function. So derivatives of all orders exist, in both modes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
@@ -90,7 +90,7 @@ class _Flat:
 
   fn: Callable[..., Any]
 
-  def __call__(self, *blocks):
+  def __call__(self, *blocks: jax.Array) -> list[jax.Array]:
     return jax.tree.leaves(self.fn(*blocks))
 
 
@@ -101,11 +101,11 @@ class _Tangent:
   fn: Callable[..., Any]
   active: tuple[int, ...]
 
-  def __call__(self, *blocks_and_tangents):
+  def __call__(self, *blocks_and_tangents: jax.Array) -> Any:
     split = len(blocks_and_tangents) - len(self.active)
     blocks, tangents = blocks_and_tangents[:split], blocks_and_tangents[split:]
 
-    def of_active(*values):
+    def of_active(*values: jax.Array) -> Any:
       return self.fn(*_replaced(blocks, self.active, values))
 
     values = tuple(blocks[i] for i in self.active)
@@ -125,11 +125,11 @@ class _Transposed:
   types: tuple[tuple[tuple[int, ...], Any], ...]
   present: tuple[int, ...]
 
-  def __call__(self, *others_and_cts):
+  def __call__(self, *others_and_cts: jax.Array) -> list[jax.Array]:
     split = len(others_and_cts) - len(self.present)
     others, cts = others_and_cts[:split], others_and_cts[split:]
 
-    def of_linear(*values):
+    def of_linear(*values: jax.Array) -> list[jax.Array]:
       blocks = list(others)
       for i, value in zip(self.linear, values, strict=True):
         blocks.insert(i, value)
@@ -144,17 +144,21 @@ class _Transposed:
     return list(jax.linear_transpose(of_linear, *blocks)(list(cts)))
 
 
-def _replaced(values, places, new):
+def _replaced(
+  values: Sequence[Any], places: Sequence[int], new: Sequence[Any]
+) -> list[Any]:
   values = list(values)
   for i, value in zip(places, new, strict=True):
     values[i] = value
   return values
 
 
-def _lowering(map_rows):
+def _lowering(map_rows: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a lowering to `map_rows(fn, num_used, arrays)`."""
 
-  def apply(num_used, *arrays, fn, tail):
+  def apply(
+    num_used: jax.Array, *arrays: jax.Array, fn: Callable[..., Any], tail: str
+  ) -> list[jax.Array]:
     outs = map_rows(fn, num_used, arrays)
     return [cut(out, num_used, tail) for out in outs]
 
@@ -164,19 +168,23 @@ def _lowering(map_rows):
 _lower_to_all_rows = _lowering(lambda fn, num_used, arrays: fn(*arrays))
 
 
-def _lower_on_cuda(ctx, *operands, fn, tail):
+def _lower_on_cuda(
+  ctx: Any, *operands: Any, fn: Callable[..., Any], tail: str
+) -> Any:
   device = compat.local_device(ctx)
   kernel = on_cuda.row_map(device, fn, ctx.avals_in[1:], ctx.avals_out)
   lower = _lowering(kernel) if kernel else _lower_to_all_rows
   return lower(ctx, *operands, fn=fn, tail=tail)
 
 
-def _apply_by_blocks(num_used, *arrays, fn, tail):
+def _apply_by_blocks(
+  num_used: jax.Array, *arrays: jax.Array, fn: Callable[..., Any], tail: str
+) -> list[jax.Array]:
   num_rows = arrays[0].shape[0]
   height = min(HEIGHT, num_rows)
   readers = [unwritten_rows.Reader(x, num_used) for x in arrays]
 
-  def step(i, outs):
+  def step(i: jax.Array, outs: list[jax.Array]) -> list[jax.Array]:
     start = jnp.minimum(i * height, num_rows - height)
     blocks = [read(start, height) for read in readers]
     return [
@@ -194,7 +202,9 @@ def _apply_by_blocks(num_used, *arrays, fn, tail):
   ]
 
 
-def _types(num_used, *arrays, fn, tail):
+def _types(
+  num_used: Any, *arrays: Any, fn: Callable[..., Any], tail: str
+) -> list[Any]:
   del num_used, tail
   blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
   return [
@@ -203,7 +213,13 @@ def _types(num_used, *arrays, fn, tail):
   ]
 
 
-def _jvp(primals, tangents, *, fn, tail):
+def _jvp(
+  primals: Sequence[Any],
+  tangents: Sequence[Any],
+  *,
+  fn: Callable[..., Any],
+  tail: str,
+) -> tuple[list[Any], list[Any]]:
   outs = _map_p.bind(*primals, fn=fn, tail=tail)
   tangents = tangents[1:]
   active = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
@@ -216,7 +232,13 @@ def _jvp(primals, tangents, *, fn, tail):
   return outs, out_tangents
 
 
-def _transpose(cts, num_used, *arrays, fn, tail):
+def _transpose(
+  cts: Sequence[Any],
+  num_used: Any,
+  *arrays: Any,
+  fn: Callable[..., Any],
+  tail: str,
+) -> list[Any]:
   linear = tuple(i for i, x in enumerate(arrays) if ad.is_undefined_primal(x))
   present = tuple(i for i, ct in enumerate(cts) if type(ct) is not ad.Zero)
   grads = [None] * len(arrays)

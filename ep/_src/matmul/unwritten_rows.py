@@ -14,11 +14,14 @@ A program without the library, or for another process, uses XLA's operations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
+from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ep._src.base import compat, primitive
 from ep._src.base.arrays import iota
@@ -36,13 +39,17 @@ slice_rows = functools.partial(
 )
 
 
-def new(shape: tuple[int, ...], dtype) -> jax.Array:
+def new(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
   """Returns a buffer of unwritten rows of `dtype`."""
-  return _unwritten_p.bind(shape=shape, dtype=_storage(dtype))[0]
+  buffer: jax.Array = _unwritten_p.bind(shape=shape, dtype=_storage(dtype))[0]
+  return buffer
 
 
 def write(
-  buffer: jax.Array, rows: jax.Array, start: jax.Array, inside=None
+  buffer: jax.Array,
+  rows: jax.Array,
+  start: jax.Array,
+  inside: jax.Array | None = None,
 ) -> jax.Array:
   """Returns the buffer with `rows` at `start`, or only the rows `inside`."""
   rows = _retyped(rows, buffer.dtype)
@@ -55,7 +62,9 @@ def write(
   )
 
 
-def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
+def finish(
+  buffer: jax.Array, dtype: DTypeLike, num_used: jax.Array, tail: str
+) -> jax.Array:
   """Returns the rows of a buffer after the first `num_used` were written.
 
   The other rows become zero or NaN, or stay unwritten if `tail` is
@@ -67,7 +76,7 @@ def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
   height = min(_FILLED_ROWS, num_rows)
   filling = jnp.full((height, *buffer.shape[1:]), TAILS[tail], dtype)
 
-  def fill(i, buffer):
+  def fill(i: jax.Array, buffer: jax.Array) -> jax.Array:
     start = jnp.minimum(num_used + i * height, num_rows - height)
     return write(buffer, filling, start, start + iota(height) >= num_used)
 
@@ -94,22 +103,30 @@ class Reader:
     return _retyped(slice_rows(self._buffer, start, height), self._dtype)
 
 
-def _retyped(array, dtype, num_used=None):
+def _retyped(
+  array: jax.Array, dtype: DTypeLike, num_used: jax.Array | None = None
+) -> jax.Array:
   """Returns the bits of all rows, or of at least the used rows, as `dtype`."""
   if array.dtype == dtype:
     return array
   if num_used is None:
     return lax.bitcast_convert_type(array, dtype)
-  return _retyped_p.bind(array, num_used, dtype=jnp.dtype(dtype))[0]
+  array = _retyped_p.bind(array, num_used, dtype=jnp.dtype(dtype))[0]
+  return array
 
 
-def _storage(dtype):
+def _storage(dtype: DTypeLike) -> jnp.dtype:
   dtype = jnp.dtype(dtype)
   is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
   return jnp.dtype(f"uint{8 * dtype.itemsize}") if is_short else dtype
 
 
-def _primitive(name, out_type, otherwise, **options):
+def _primitive(
+  name: str,
+  out_type: Callable[..., Any],
+  otherwise: Callable[..., Any],
+  **options: Any,
+) -> compat.Primitive:
   """Makes a primitive that lowers to the library's `name`, or to `otherwise`.
 
   It has no derivatives, because only lowerings of other primitives use it. The
@@ -120,7 +137,7 @@ def _primitive(name, out_type, otherwise, **options):
   )
   lower_natively = jax.ffi.ffi_lowering(name, **options)
 
-  def lower(ctx, *operands, **params):
+  def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     if ffi.is_native(ctx):
       return lower_natively(ctx, *operands)
     return lower_otherwise(ctx, *operands, **params)

@@ -42,7 +42,7 @@ def examples(
   leaves, tree = jax.tree.flatten(tokens)
   trees: list[Any] = []
 
-  def call(*leaves):
+  def call(*leaves: Any) -> tuple[list[Any], list[Any]]:
     outs, summary = examples(fn, jax.tree.unflatten(tree, leaves), others)
     outs, out_tree = jax.tree.flatten(outs)
     summary, summary_tree = jax.tree.flatten(summary)
@@ -64,7 +64,9 @@ _examples_p = compat.Primitive("ep_examples")
 _examples_p.multiple_results = True
 
 
-def _call_once(leaves, dims, *, call):
+def _call_once(
+  leaves: Sequence[Any], dims: Sequence[int | None], *, call: Callable[..., Any]
+) -> tuple[list[Any], list[Any]]:
   (size,) = {
     x.shape[d] for x, d in zip(leaves, dims, strict=True) if d is not None
   }
@@ -131,4 +133,5 @@ class Padding:
 def _whole(array: jax.Array) -> jax.Array:
   """Returns the array, replicated over Explicit mesh axes."""
   mesh = jax.typeof(array).sharding.mesh
-  return views.resharded(mesh, PartitionSpec(), array)
+  array = views.resharded(mesh, PartitionSpec(), array)
+  return array

@@ -20,7 +20,7 @@ over other axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
 from typing import Any
@@ -87,12 +87,18 @@ def through_experts(
 
 
 def _in_chunks(
-  layer, experts, num_chunks, params, tokens, topk_idx, topk_weights
-):
+  layer: EpLayerConfig,
+  experts: Experts,
+  num_chunks: int,
+  params: Mapping[str, jax.Array],
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+) -> tuple[jax.Array, Any]:
   """Runs one chunk after another; returns the output and the handles."""
   lead = topk_idx.shape[:-1]
 
-  def split(x, fill=0):
+  def split(x: jax.Array, fill: int = 0) -> jax.Array:
     """Returns [num_chunks, tokens of a chunk, n] of [*lead, n], padded."""
     x = x.reshape(-1, x.shape[-1])
     missing = -len(x) % num_chunks
@@ -101,7 +107,7 @@ def _in_chunks(
 
   ids = split(topk_idx, fill=-1)
   # No loop may have collectives of XLA beside ops: XLA:CPU would not order them
-  # (unordered_collectives.py). With overflow="drop", `ep_prepare` has such
+  # (ep.assert_ordered_collectives). With overflow="drop", `ep_prepare` has such
   # collectives, so that loop is unrolled. `vary_together` is a sum over mesh
   # axes in the backward pass, so it is called outside of the loop.
   _, handles = lax.scan(
@@ -114,11 +120,16 @@ def _in_chunks(
 
   # Without this, JAX would keep the chunks of the tokens and the tokens.
   @functools.partial(jax.checkpoint, prevent_cse=False)
-  def run(params, tokens, topk_weights, handles):
+  def run(
+    params: Mapping[str, jax.Array],
+    tokens: jax.Array,
+    topk_weights: jax.Array,
+    handles: Any,
+  ) -> Any:
     sums = jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
     @jax.checkpoint
-    def of_chunk(sums, handle, *arrays):
+    def of_chunk(sums: Any, handle: EpHandle, *arrays: Any) -> jax.Array:
       summed = jax.tree.map(_summed_as, params, sums)
       return round_trip(handle, experts, summed, *arrays)
 
@@ -131,14 +142,16 @@ def _in_chunks(
 
 
 @jax.custom_jvp
-def _summed_as(x, wide):
+def _summed_as(x: jax.Array, wide: jax.Array) -> jax.Array:
   """Returns x, with a gradient that goes to `wide`, x in a wider dtype."""
   del wide
   return x
 
 
 @_summed_as.defjvp
-def _summed_as_jvp(primals, tangents):
+def _summed_as_jvp(
+  primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
   x, _ = primals
   _, tangent = tangents
   return x, tangent.astype(x.dtype)
@@ -155,7 +168,7 @@ _FORWARD = (
 )
 
 
-def _num_chunks(layer, experts, num_tokens):
+def _num_chunks(layer: EpLayerConfig, experts: Experts, num_tokens: int) -> int:
   """Returns the largest number of chunks of a step; 1 is one exchange.
 
   Raises:
@@ -194,20 +207,26 @@ def _num_chunks(layer, experts, num_tokens):
 
 
 def _one_exchange_or_chunks(
-  handle, experts, num_chunks, params, tokens, topk_idx, topk_weights
-):
+  handle: EpHandle,
+  experts: Experts,
+  num_chunks: int,
+  params: Mapping[str, jax.Array],
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+) -> jax.Array:
   """Returns the output of one exchange if its rows fit, and else of chunks."""
   # Each chunk has the capacity of the exchange of all tokens.
   layer = exchange_of(handle.layer, handle.capacity)
 
-  def whole(floats, topk_idx, handle):
+  def whole(floats: Any, topk_idx: jax.Array, handle: EpHandle) -> jax.Array:
     params, tokens, weights = floats
     return round_trip(handle, experts, params, tokens, topk_idx, weights)
 
-  def chunks(floats, topk_idx, handle):
+  def chunks(floats: Any, topk_idx: jax.Array, handle: EpHandle) -> jax.Array:
     del handle
     params, tokens, weights = floats
-    with trace_callback(None):  # the callback got the routing of all tokens already
+    with trace_callback(None):  # it got the routing of all tokens already
       args = params, tokens, topk_idx, weights
       return _in_chunks(layer, experts, num_chunks, *args)[0]
 
@@ -231,18 +250,20 @@ def _either(
   """
   branches = _Derivative(whole), _Derivative(chunks)
 
-  def either(functions, handle, *args):
+  def either(
+    functions: Sequence[Callable[..., Any]], handle: EpHandle, *args: Any
+  ) -> Any:
     fits = handle.max_recv_tokens[0] <= handle.capacity
     return lax.cond(fits, *functions, *args)
 
   @jax.custom_vjp
-  def run(*args):
+  def run(*args: Any) -> Any:
     return either([whole, chunks], args[-1], *args)
 
-  def run_and_save(*args):
+  def run_and_save(*args: Any) -> Any:
     kept = [jax.eval_shape(branch.save, *args)[1] for branch in branches]
 
-    def save(i, *args):
+    def save(i: int, *args: Any) -> Any:
       out, own = branches[i].save(*args)
       every = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
       every[i] = own
@@ -252,10 +273,10 @@ def _either(
     out, every = either(saves, args[-1], *args)
     return out, (args, every)
 
-  def gradients(residuals, ct):
+  def gradients(residuals: Any, ct: jax.Array) -> Any:
     args, every = residuals
 
-    def of_branch(i, args, every, ct):
+    def of_branch(i: int, args: Any, every: Any, ct: jax.Array) -> Any:
       return branches[i].gradients(every[i], args, ct)
 
     both = [functools.partial(of_branch, i) for i in range(2)]

@@ -328,12 +328,12 @@ def room_for_mean(
   return min(-(-rows // unit) * unit, layer.capacity_for(num_tokens))
 
 
-def _holds_any_routing(config, group):
+def _holds_any_routing(config: MoEConfig, group: EpGroup) -> bool:
   """Returns whether the capacity is enough for any routing."""
   return config.capacity_factor is None and group.recv_capacity_per_rank is None
 
 
-def _check_axes(op, group, config):
+def _check_axes(op: str, group: EpGroup, config: MoEConfig) -> None:
   """Raises unless `tp_axis` and `fsdp_axis` can split parameters."""
   for name, axis in [
     ("tp_axis", config.tp_axis),

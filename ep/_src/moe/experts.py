@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Literal
 
@@ -104,7 +104,7 @@ class SharedExpert:
     out = self._product(hidden, "down")
     return out if self.mask is None else jnp.where(self.mask[..., None], out, 0)
 
-  def _product(self, x, name):
+  def _product(self, x: jax.Array, name: str) -> jax.Array:
     return x @ self.params["shared_" + name].astype(x.dtype)
 
 
@@ -163,18 +163,18 @@ def _together(*xs: jax.Array) -> tuple[jax.Array, ...]:
   return tuple(lax.optimization_barrier(compat.vary_together(*xs)))
 
 
-def _rows_by_source(handle, topk_idx):
+def _rows_by_source(handle: EpHandle, topk_idx: jax.Array) -> jax.Array:
   """Returns int32 [L, P]: the rows of each slab by source rank."""
   layer = handle.layer
   experts, axis = layer.group.num_experts, layer.group.axis_name
   ids = jnp.where(handle.kept, topk_idx, experts).ravel()
   sent = jnp.bincount(ids, length=experts).reshape(layer.ep_size, -1)
   (sent,) = compat.vary_together(sent, axes=[axis])
-  received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
+  received: jax.Array = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
   return keep_routing(received.astype(jnp.int32).T)
 
 
-def _holds_token(handle):
+def _holds_token(handle: EpHandle) -> jax.Array:
   """Returns int32 [C], 0 for padding rows and 1 for the others."""
   sizes, counts = handle.group_sizes, handle.token_counts
   start = jnp.cumsum(sizes) - sizes
@@ -184,7 +184,14 @@ def _holds_token(handle):
   return jnp.cumsum(steps)
 
 
-def _apply(experts, params, rows, weights, handle, segments):
+def _apply(
+  experts: Experts,
+  params: Mapping[str, jax.Array],
+  rows: jax.Array,
+  weights: jax.Array | None,
+  handle: EpHandle,
+  segments: jax.Array | None,
+) -> jax.Array:
   """Returns the experts' outputs, times `weights` unless these are None.
 
   It neither reads nor writes rows after the last used block (row_map.py).
@@ -194,10 +201,10 @@ def _apply(experts, params, rows, weights, handle, segments):
   has_biases = "b_up" in params
   is_padded = handle.layer.alignment > 1
 
-  def multiply(rows, *matrices):
+  def multiply(rows: jax.Array, *matrices: jax.Array) -> list[jax.Array]:
     return grouped_matmuls(rows, matrices, sizes, segments=segments)
 
-  def of_biases(weights, *names):
+  def of_biases(weights: jax.Array | None, *names: str) -> list[jax.Array]:
     """Returns, for each bias, its products with the rows' weights: [C, F]."""
     if weights is None:
       weights = jnp.ones(handle.capacity)
@@ -206,7 +213,7 @@ def _apply(experts, params, rows, weights, handle, segments):
 
   # Hidden rows are as large as the products, and cheap to recompute.
   @jax.checkpoint
-  def leave(products):
+  def leave(products: Sequence[jax.Array]) -> list[jax.Array]:
     blocks = [*products]
     if has_biases:
       blocks += of_biases(None, *names)
@@ -217,6 +224,7 @@ def _apply(experts, params, rows, weights, handle, segments):
     hidden = _Hidden(experts, len(names), has_biases, is_padded)
     return multiply(map_used_rows(hidden, sizes, *blocks), params["w_down"])
 
+  out: jax.Array
   (out,) = leave(multiply(rows, *(params["w_" + n] for n in names)))
   if has_biases:
     out = map_used_rows(jnp.add, sizes, out, *of_biases(weights, "down"))
@@ -238,7 +246,7 @@ class _Hidden:
   has_biases: bool
   is_padded: bool
 
-  def __call__(self, *operands):
+  def __call__(self, *operands: jax.Array) -> jax.Array:
     n = self.num_products
     products, others = [*operands[:n]], [*operands[n:]]
     if self.has_biases:

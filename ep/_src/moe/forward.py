@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 import functools
 import math
+from typing import Any
 
 import jax
 from jax import lax
@@ -118,7 +119,9 @@ def of_rank(
   return y, metrics
 
 
-def _local_params(layer, config, params):
+def _local_params(
+  layer: EpLayerConfig, config: MoEConfig, params: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
   """Returns a rank's parameters, gathered over `fsdp_axis`.
 
   The outputs of the ranks of `tp_axis` are added, so only the first of these
@@ -167,10 +170,17 @@ def _checked_choices(
   return keep_routing(ids)
 
 
-def _check(ids, *, name, axis_name, num_experts, can_raise):
+def _check(
+  ids: jax.Array,
+  *,
+  name: str,
+  axis_name: str,
+  num_experts: int,
+  can_raise: bool,
+) -> list[jax.Array]:
   K = ids.shape[-1]
 
-  def fail(faults):
+  def fail(faults: np.ndarray) -> None:
     rank = int(np.argmax(faults[:, 0] < errors.NO_FAULT))
     what = f'ep_prepare(layer "{name}"), rank {rank}'
     fault, expert = faults[rank].tolist()
@@ -184,7 +194,7 @@ def _check(ids, *, name, axis_name, num_experts, can_raise):
   return [jnp.where(failed > 0, -2, ids)]
 
 
-def _first_fault(ids, num_experts):
+def _first_fault(ids: jax.Array, num_experts: int) -> jax.Array:
   """Returns int32 [fault, id]; see `errors.wrong_choice`."""
   K = ids.shape[1]
   is_wrong = (ids < -1) | (ids >= num_experts)
@@ -197,7 +207,7 @@ def _first_fault(ids, num_experts):
   return jnp.stack([fault, ids.ravel().at[fault // 2].get(mode="clip")])
 
 
-def _lower(ctx, ids, **params):
+def _lower(ctx: Any, ids: Any, **params: Any) -> Any:
   check = functools.partial(
     _check, can_raise=compat.can_call_python(ctx), **params
   )

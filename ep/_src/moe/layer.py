@@ -116,7 +116,8 @@ class MoE:
       parameters.init, static_argnums=(1, 2), out_shardings=shardings
     )
     dtype = arrays.dtype("MoE.init", "dtype", dtype)
-    return init(key, self.config, dtype)
+    params: dict[str, jax.Array] = init(key, self.config, dtype)
+    return params
 
   def init_state(self) -> State:
     """Returns the initial state, zeros, replicated over the mesh."""
@@ -223,7 +224,7 @@ class MoE:
 
     keep = not config.experts.is_traced()
 
-    def run(tokens, others):
+    def run(tokens: Any, others: Any) -> tuple[jax.Array, Metrics]:
       x, mask, forced_idx = tokens
       padding = Padding.of(view, x.shape[:-1]) if pad else Padding(())
       view_config = config
@@ -254,7 +255,9 @@ class MoE:
     return batching.examples(run, tokens, others)
 
 
-def _bootstrap(config, mesh, options):
+def _bootstrap(
+  config: MoEConfig, mesh: Mesh, options: dict[str, Any]
+) -> EpGroup:
   """Returns a new group for a layer."""
   axis = options.get("axis_name", "ep")
   if config.tp_axis is not None and "data_axes" not in options:
@@ -270,7 +273,7 @@ def _bootstrap(config, mesh, options):
   )
 
 
-def _bias(op, state):
+def _bias(op: str, state: State | None) -> jax.Array | None:
   if state is None:
     return None
   if not isinstance(state, State):
@@ -281,7 +284,14 @@ def _bias(op, state):
   return arrays.float32(op, "state.bias", state.bias)
 
 
-def _check_tokens(op, config, x, bias, mask, forced_idx):
+def _check_tokens(
+  op: str,
+  config: MoEConfig,
+  x: jax.Array,
+  bias: jax.Array | None,
+  mask: jax.Array | None,
+  forced_idx: jax.Array | None,
+) -> None:
   """Raises unless the arrays have the expected shapes and dtypes."""
   arguments.check(
     x.ndim > 0 and x.shape[-1] == config.hidden,
@@ -309,7 +319,13 @@ def _check_tokens(op, config, x, bias, mask, forced_idx):
     )
 
 
-def _check_params(op, group, config, params, is_local):
+def _check_params(
+  op: str,
+  group: EpGroup,
+  config: MoEConfig,
+  params: Mapping[str, jax.Array],
+  is_local: bool,
+) -> None:
   """Raises unless names, shapes and dtypes of the parameters fit the config."""
   shapes = parameters.shapes(config)
   names = sorted(params) if isinstance(params, Mapping) else type(params)

@@ -167,14 +167,24 @@ def router_entropy(
   return _score_entropy(logits, mask).over(axis_name, psum)
 
 
-def _batch_balance(logits, topk_idx, score, mask) -> _Terms:
+def _batch_balance(
+  logits: jax.Array,
+  topk_idx: jax.Array,
+  score: router.Score,
+  mask: jax.Array | None,
+) -> _Terms:
   """Returns the terms of `load_balancing_loss`."""
   parts = _per_token("load_balancing_loss", logits, topk_idx, score, mask)
   lead = tuple(range(logits.ndim - 1))
   return _Terms(tuple(x.sum(lead) for x in parts), _imbalance)
 
 
-def _sequence_balance(logits, topk_idx, score, mask) -> _Terms:
+def _sequence_balance(
+  logits: jax.Array,
+  topk_idx: jax.Array,
+  score: router.Score,
+  mask: jax.Array | None,
+) -> _Terms:
   """Returns the terms of `sequence_balancing_loss`."""
   op = "sequence_balancing_loss"
   arguments.check(
@@ -188,13 +198,13 @@ def _sequence_balance(logits, topk_idx, score, mask) -> _Terms:
   return _mean(_imbalance(choices, scores, tokens), tokens > 0)
 
 
-def _logit_size(logits, mask) -> _Terms:
+def _logit_size(logits: jax.Array, mask: jax.Array | None) -> _Terms:
   """Returns the terms of `router_z_loss`."""
   logits = router.masked_float32("router_z_loss", logits, mask)
   return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask)
 
 
-def _score_entropy(logits, mask) -> _Terms:
+def _score_entropy(logits: jax.Array, mask: jax.Array | None) -> _Terms:
   """Returns the terms of `router_entropy`."""
   logits = router.masked_float32("router_entropy", logits, mask)
   logs = jax.nn.log_softmax(logits)
@@ -203,7 +213,13 @@ def _score_entropy(logits, mask) -> _Terms:
   return _mean(-terms.sum(axis=-1), mask)
 
 
-def _per_token(op, logits, topk_idx, score, mask):
+def _per_token(
+  op: str,
+  logits: jax.Array,
+  topk_idx: jax.Array,
+  score: router.Score,
+  mask: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the terms of the balancing losses for each token.
 
   These are the choices of each expert `[..., E]`, the normalized scores
@@ -228,21 +244,23 @@ def _per_token(op, logits, topk_idx, score, mask):
   return choices * counts[..., None], scores * counts[..., None], counts
 
 
-def _imbalance(choices, scores, tokens):
+def _imbalance(
+  choices: jax.Array, scores: jax.Array, tokens: jax.Array
+) -> jax.Array:
   """Returns `E * sum_e f_e P_e`, given sums over tokens; 0 without tokens."""
   f = choices / jnp.maximum(choices.sum(axis=-1, keepdims=True), 1.0)
   p = scores / jnp.maximum(tokens, 1.0)[..., None]
   return scores.shape[-1] * (f * p).sum(axis=-1)
 
 
-def _mean(values, mask):
+def _mean(values: jax.Array, mask: jax.Array | None) -> _Terms:
   """Returns the terms of a mean of finite values where `mask` is True."""
   counts = _counts(values, mask)
   sums = (values * counts).sum(), counts.sum()
   return _Terms(sums, lambda total, count: total / jnp.maximum(count, 1.0))
 
 
-def _counts(values, mask):
+def _counts(values: jax.Array, mask: jax.Array | None) -> jax.Array:
   """Returns float32 1 for each unmasked value, and 0 for the others."""
   return jnp.ones_like(values) if mask is None else mask.astype(jnp.float32)
 
@@ -319,12 +337,12 @@ def measure(
   )
 
 
-def _halves(x):
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Splits int32 into float32 arrays with exact sums over 4096 ranks."""
   return (x >> 12).astype(jnp.float32), (x & 4095).astype(jnp.float32)
 
 
-def _whole(halves):
+def _whole(halves: tuple[jax.Array, jax.Array]) -> jax.Array:
   """Returns the integers, given sums of `_halves`."""
   high, low = (x.astype(jnp.int32) for x in halves)
   return (high << 12) + low

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +141,9 @@ def moe_layer(
   experts = Experts(activation)
   keep = not experts.is_traced()
 
-  def run(routed, params):
+  def run(
+    routed: Any, params: dict[str, jax.Array]
+  ) -> tuple[jax.Array, EpHandle]:
     lead = _check_lead(op, routed)
     padding = Padding.of(view, lead) if pad else Padding(lead)
     routed = [*map(padding.add, routed, [0, -1, 0])]
@@ -158,18 +161,26 @@ def moe_layer(
 
   if return_handle:
     return run(routed, params)
+  out: jax.Array
   out, _ = batching.examples(lambda *args: (run(*args)[0], ()), routed, params)
   return out
 
 
-def _of_rank(layer, experts, params, tokens, topk_idx, topk_weights):
+def _of_rank(
+  layer: EpLayerConfig,
+  experts: Experts,
+  params: dict[str, jax.Array],
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+) -> tuple[jax.Array, list[jax.Array]]:
   out, handle = through_experts(
     layer, experts, params, tokens, topk_idx, topk_weights
   )
   return out, handle.leaves
 
 
-def _check_lead(op, routed):
+def _check_lead(op: str, routed: Sequence[jax.Array]) -> tuple[int, ...]:
   """Returns the leading axes of the tokens; the routing must have the same."""
   _, ids, weights = routed
   if ids.shape != weights.shape:
@@ -187,7 +198,9 @@ def _check_lead(op, routed):
   return shapes.pop()
 
 
-def _check_matrices(view, tokens, params):
+def _check_matrices(
+  view: views.View, tokens: jax.Array, params: dict[str, jax.Array]
+) -> None:
   op, group = view.op, view.group
   experts = group.num_local_experts if view.is_local else group.num_experts
   hidden, inner = tokens.shape[-1], params["w_up"].shape[-1]

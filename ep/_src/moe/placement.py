@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from ep._src.base import arguments, arrays
@@ -155,7 +156,7 @@ def check_placement(
   )
 
 
-def _checked(experts) -> np.ndarray:
+def _checked(experts: Sequence[Any] | np.ndarray) -> np.ndarray:
   experts = np.asarray(experts)
   if experts.dtype.kind not in "iu":
     raise TypeError(
@@ -231,7 +232,7 @@ def move(
   for name, placement in dict(old=old, new=new).items():
     check_placement(op, name, placement, E)
 
-  def of(path, x, spec):
+  def of(path: Any, x: jax.Array, spec: PartitionSpec) -> Any:
     split = [i for i, axes in enumerate(spec) if group.axis_name in _axes(axes)]
     if not split:
       return x
@@ -270,11 +271,17 @@ def move(
   return jax.tree.map_with_path(of, arrays, jax.tree.broadcast(specs, arrays))
 
 
-def _axes(entry):
+def _axes(entry: Any) -> tuple[Any, ...]:
   return entry if isinstance(entry, tuple) else (entry,)
 
 
-def _moved(axis_name, at, old, new, x):
+def _moved(
+  axis_name: str,
+  at: int,
+  old: Placement | None,
+  new: Placement | None,
+  x: jax.Array,
+) -> jax.Array:
   """Returns a rank's part [*layers, L, ...] of an array after the move.
 
   Each expert of each layer is a slice for each rank. The slice for its new rank
@@ -290,7 +297,7 @@ def _moved(axis_name, at, old, new, x):
   sent, received = own // L == rank, to.swapaxes(0, 1) // L == me
   first = L * iota(len(to))[:, None]
 
-  def of_slices(values):
+  def of_slices(values: jax.Array) -> jax.Array:
     """Returns values for each slice, from [P, layers, L]."""
     return jnp.broadcast_to(values, sent.shape).ravel().astype(jnp.int32)
 
@@ -307,7 +314,9 @@ def _moved(axis_name, at, old, new, x):
   return moved.reshape(x.shape)
 
 
-def _new_slots(old, new, num_experts):
+def _new_slots(
+  old: Placement | None, new: Placement | None, num_experts: int
+) -> jax.Array:
   """Returns [..., E], the new slot of the expert in each old slot."""
   experts = iota(num_experts) if old is None else jnp.asarray(old.experts)
   if new is None:

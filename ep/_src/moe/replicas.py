@@ -31,6 +31,7 @@ from ep._src.group.group import EpLayerConfig
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.placement import Placement
 from ep._src.ops.dispatch import ep_dispatch
+from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
 
 
@@ -174,7 +175,7 @@ class Replicas:
     most = None if most is None else most // L
 
     @functools.cache
-    def handle(height):
+    def handle(height: int) -> EpHandle:
       """Prepares copies of `height` rows of each expert."""
       rows = max(S * height, L + S)
       layer = EpLayerConfig(
@@ -189,9 +190,9 @@ class Replicas:
       with trace_callback(None):  # the rows are parameters, not tokens
         return ep_prepare(layer, ids)
 
-    def of(x):
+    def of(x: jax.Array) -> jax.Array:
       # In the backward pass `vary_together` is a collective. In the loop,
-      # XLA:CPU would not order it beside our op (unordered_collectives.py).
+      # XLA:CPU would not order it beside our op (ep.assert_ordered_collectives).
       x, _ = compat.vary_together(x, self.copies)
       rows = -(-math.prod(x.shape[1:]) // hidden)
       num_parts = -(-rows // (most or rows))
@@ -202,7 +203,7 @@ class Replicas:
       parts = parts.reshape(L, num_parts, height, hidden).swapaxes(0, 1)
       no_weights = jnp.zeros((L, height, P))
 
-      def send(part):
+      def send(part: jax.Array) -> jax.Array:
         return ep_dispatch(handle(height), part, no_weights)[0][: S * height]
 
       handle(height)  # outside of the loop
@@ -214,7 +215,13 @@ class Replicas:
     return {name: of(x) for name, x in params.items()}
 
 
-def _slots(division, rows, ids, position, num_slots):
+def _slots(
+  division: Division,
+  rows: jax.Array,
+  ids: jax.Array,
+  position: jax.Array,
+  num_slots: int,
+) -> jax.Array:
   """Returns the slots [N] of choices, given positions in experts' queues."""
   P, L = rows.shape
   load = rows.sum(1, dtype=jnp.int32)

@@ -173,7 +173,7 @@ def route_topk(
 
   # XLA:CPU may replace the division of `jax.nn.softmax` by a product in some
   # programs. A difference of logarithms rounds equally in all programs.
-  def weigh(chosen):
+  def weigh(chosen: jax.Array) -> jax.Array:
     if normalize:
       chosen -= lax.stop_gradient(chosen.max(-1, keepdims=True))
       chosen -= jnp.log(jnp.exp(chosen).sum(-1, keepdims=True))
@@ -271,7 +271,7 @@ def check_choice(
 
 
 @jax.custom_jvp
-def _chosen(values, places):
+def _chosen(values: jax.Array, places: jax.Array) -> jax.Array:
   """Returns the values [..., K] at distinct places of [..., E].
 
   Its derivative is a sum over a mask instead of a gather. The transpose of a
@@ -281,17 +281,21 @@ def _chosen(values, places):
 
 
 @_chosen.defjvp
-def _chosen_jvp(primals, tangents):
+def _chosen_jvp(
+  primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
   return _chosen(*primals), _sum_of_chosen(tangents[0], primals[1])
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # saves only places
-def _sum_of_chosen(values, places):
+def _sum_of_chosen(values: jax.Array, places: jax.Array) -> jax.Array:
   is_chosen = places[..., None] == arrays.iota(values.shape[-1])
   return jnp.where(is_chosen, values[..., None, :], 0.0).sum(axis=-1)
 
 
-def _of_best_groups(scores, num_groups, top_groups, group_best):
+def _of_best_groups(
+  scores: jax.Array, num_groups: int, top_groups: int, group_best: int
+) -> jax.Array:
   """Returns bool `[..., E]`, whether an expert is in one of the best groups."""
   lead, num_experts = scores.shape[:-1], scores.shape[-1]
   groups = scores.reshape(*lead, num_groups, num_experts // num_groups)
@@ -302,7 +306,9 @@ def _of_best_groups(scores, num_groups, top_groups, group_best):
 
 
 @functools.partial(jax.jit, static_argnames="k")
-def _best(values, k, allowed=None):
+def _best(
+  values: jax.Array, k: int, allowed: jax.Array | None = None
+) -> jax.Array:
   """Returns the places `[..., k]` of the best float32 values `[..., n]`.
 
   They are the indices of `lax.top_k`, in its order. But XLA gathers the operand
@@ -333,7 +339,7 @@ def _best(values, k, allowed=None):
   return jnp.concatenate(places, axis=-1)
 
 
-def _log_sqrtsoftplus(logits):
+def _log_sqrtsoftplus(logits: jax.Array) -> jax.Array:
   # Below -16, softplus(x) rounds to exp(x) in float32, and may underflow.
   is_low = logits < -16
   logs = jnp.log(jax.nn.softplus(jnp.where(is_low, 0.0, logits)))
@@ -422,7 +428,7 @@ def topk_from_map(
   )
 
 
-def _check_rows(op, routing_map, top_k):
+def _check_rows(op: str, routing_map: np.ndarray, top_k: int) -> None:
   """Raises `ValueError` if a row marks more than `top_k` experts."""
   counts = routing_map.sum(axis=-1)
   if (counts > top_k).any():

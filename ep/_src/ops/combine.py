@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,13 +86,14 @@ def ep_combine(
       )
     weights = weights.astype(jnp.float32)
 
-  return view.call(
+  out: jax.Array = view.call(
     _combine,
     [params, handle.token_shape],
     [handle.mem, handle.group_sizes, expert_out, weights],
     [views.RANK] * 4,
     views.TOKENS,
   )
+  return out
 
 
 def _combine(
@@ -109,13 +112,17 @@ def _combine(
   return out.reshape(*token_shape, out.shape[-1])
 
 
-def _combine_types(params: OpParams, slots, *weights):
+def _combine_types(
+  params: OpParams, slots: Any, *weights: Any
+) -> list[jax.ShapeDtypeStruct]:
   del weights
   shape = (params.num_tokens, slots.shape[1])
   return [jax.ShapeDtypeStruct(shape, slots.dtype)]
 
 
-def _combine_bwd_types(params: OpParams, tokens):
+def _combine_bwd_types(
+  params: OpParams, tokens: Any
+) -> list[jax.ShapeDtypeStruct]:
   shape = (params.capacity, tokens.shape[1])
   return [jax.ShapeDtypeStruct(shape, tokens.dtype)]
 
@@ -148,7 +155,14 @@ _weighted_p = primitives.mover(
 )
 
 
-def _weighted(mem, group_sizes, x, w, *, params):
+def _weighted(
+  mem: jax.Array,
+  group_sizes: jax.Array,
+  x: jax.Array,
+  w: jax.Array,
+  *,
+  params: OpParams,
+) -> Any:
   if params.connection.weighs:
     return _weighted_p.bind(mem, group_sizes, x, w, params=params)
   rows = map_used_rows(weighted, group_sizes, x, w)
@@ -158,7 +172,16 @@ def _weighted(mem, group_sizes, x, w, *, params):
 weighted_combine_p = primitives.composite("ep_weighted_combine_used", _weighted)
 
 
-def _tangent(mem, group_sizes, x, w, dx, dw, *, params):
+def _tangent(
+  mem: jax.Array,
+  group_sizes: jax.Array,
+  x: jax.Array,
+  w: jax.Array,
+  dx: jax.Array,
+  dw: jax.Array,
+  *,
+  params: OpParams,
+) -> list[jax.Array]:
   combine = functools.partial(_weighted, mem, group_sizes, params=params)
   return [a + b for a, b in zip(combine(dx, w), combine(x, dw), strict=True)]
 
@@ -168,15 +191,19 @@ weighted_tangent_p = primitives.composite(
 )
 
 
-def _weighted_jvp(primals, tangents, *, params):
-  tangents = map(compat.instantiate_zeros, tangents[2:])
+def _weighted_jvp(
+  primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
+) -> tuple[list[jax.Array], list[jax.Array]]:
+  tangents = [*map(compat.instantiate_zeros, tangents[2:])]
   return (
     weighted_combine_p.bind(*primals, params=params),
     weighted_tangent_p.bind(*primals, *tangents, params=params),
   )
 
 
-def _tangent_jvp(primals, tangents, *, params):
+def _tangent_jvp(
+  primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
+) -> tuple[list[jax.Array], list[jax.Array]]:
   *slots, x, w, dx, dw = primals
   tx, tw, tdx, tdw = map(compat.instantiate_zeros, tangents[2:])
   tangent = functools.partial(weighted_tangent_p.bind, *slots, params=params)
@@ -184,15 +211,27 @@ def _tangent_jvp(primals, tangents, *, params):
   return tangent(x, w, dx, dw), [a + b for a, b in terms]
 
 
-def _tangent_transpose(cts, mem, group_sizes, x, w, dx, dw, *, params):
+def _tangent_transpose(
+  cts: Sequence[Any],
+  mem: Any,
+  group_sizes: Any,
+  x: Any,
+  w: Any,
+  dx: Any,
+  dw: Any,
+  *,
+  params: OpParams,
+) -> list[Any]:
   del dx, dw
-  cts = map(compat.instantiate_zeros, cts)
+  cts = [*map(compat.instantiate_zeros, cts)]
   (g,) = primitives.bind(combine_bwd_p, params, mem, group_sizes, *cts)
   grads = map_used_rows(_gradients, group_sizes, x, w, g, tail=params.tail)
   return [None, None, None, None, *grads]
 
 
-def _gradients(x, w, g):
+def _gradients(
+  x: jax.Array, w: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Returns grad_x [B, H] and grad_w [B] of a block of slots."""
   g32 = g.astype(jnp.float32)
   return weighted(g, w), jnp.sum(x.astype(jnp.float32) * g32, axis=1)

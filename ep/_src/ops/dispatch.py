@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import overload
+from collections.abc import Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,7 @@ def ep_dispatch(
   else:
     arrays["scales"] = scales = jnp.asarray(scales)
     quantizers.check_bytes(op, "tokens", tokens, scales)
-    _check_shape(op, "tokens", tokens, layer)
+    _check_shape(op, "tokens", tokens, layer.config)
   for name, x in arrays.items():
     lead = view.lead(name, x.shape)
     if lead != handle.token_shape:
@@ -150,7 +151,12 @@ def ep_dispatch(
 
 
 def _dispatch(
-  params: OpParams, mem, group_sizes, tokens, weights, scales
+  params: OpParams,
+  mem: jax.Array,
+  group_sizes: jax.Array,
+  tokens: jax.Array,
+  weights: jax.Array,
+  scales: jax.Array | None,
 ) -> list[jax.Array]:
   tokens, weights = (
     x.reshape(params.num_tokens, x.shape[-1]) for x in (tokens, weights)
@@ -185,7 +191,9 @@ def check_rows(op: str, name: str, rows: jax.Array, layer: LayerConfig) -> None:
     quantizers.check_width(op, rows.shape[-1], layer.wire)
 
 
-def _check_shape(op, name, rows, layer):
+def _check_shape(
+  op: str, name: str, rows: jax.Array, layer: LayerConfig
+) -> None:
   if rows.ndim < 2:
     raise ValueError(
       f"{op}: {name} has shape {rows.shape}, but at least one axis of rows and"
@@ -204,7 +212,9 @@ def _check_shape(op, name, rows, layer):
     )
 
 
-def _dispatch_types(params: OpParams, tokens, topk_weights):
+def _dispatch_types(
+  params: OpParams, tokens: Any, topk_weights: Any
+) -> list[jax.ShapeDtypeStruct]:
   del topk_weights
   capacity = params.capacity
   return [
@@ -213,7 +223,9 @@ def _dispatch_types(params: OpParams, tokens, topk_weights):
   ]
 
 
-def _dispatch_bwd_types(params: OpParams, slots, slot_weights):
+def _dispatch_bwd_types(
+  params: OpParams, slots: Any, slot_weights: Any
+) -> list[jax.ShapeDtypeStruct]:
   del slot_weights
   choices = (params.num_tokens, params.layer.top_k)
   return [
@@ -243,7 +255,9 @@ primitives.linear_op(dispatch_bytes_p, transposed=dispatch_bwd_p)
 
 # Dispatch of packed rows is linear in the weights alone. Engines send weights
 # beside rows, so the tangents of weights are sent beside rows of one zero.
-def _dispatch_bytes_jvp(primals, tangents, *, params: OpParams):
+def _dispatch_bytes_jvp(
+  primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
+) -> tuple[list[Any], list[Any]]:
   mem, group_sizes, *_ = primals
   recv, recv_weights = dispatch_bytes_p.bind(*primals, params=params)
   rows = jnp.zeros((params.num_tokens, 1), jnp.float32)

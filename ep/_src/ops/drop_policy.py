@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -46,7 +46,8 @@ def dropped(
     quota = _quota_fairly(blocks, wants)
   else:
     quota = (blocks - _sum_before(wants)).clip(0, wants)
-  return (tokens - quota * layer.alignment).clip(0).sum(axis=1)
+  lost: np.ndarray = (tokens - quota * layer.alignment).clip(0).sum(axis=1)
+  return lost
 
 
 def assign(
@@ -65,7 +66,8 @@ def assign(
   """
   # Layers that differ only by name share one traced function.
   nameless = dataclasses.replace(params.layer, name="any")
-  return _assign(nameless, topk_idx, weights)
+  kept: tuple[jax.Array, jax.Array] = _assign(nameless, topk_idx, weights)
+  return kept
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -83,7 +85,7 @@ def _assign(
   )
   me = lax.axis_index(axis)
 
-  def mine(x, size):
+  def mine(x: jax.Array, size: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, me * size, size)
 
   gets_row = mine(gets_row, ids.size).reshape(ids.shape)
@@ -114,7 +116,9 @@ class _Choices(NamedTuple):
   row: jax.Array  # in the expert's slab, if nothing were dropped
 
 
-def _place(layer, blocks, experts, order):
+def _place(
+  layer: LayerConfig, blocks: int, experts: jax.Array, order: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Assigns the rows of all ranks, `blocks` of each, to the choices [n].
 
   An expert takes its choices by ascending `order`; the sort is stable. Returns
@@ -136,7 +140,7 @@ def _place(layer, blocks, experts, order):
   return gets_row, wanted - jnp.minimum(wanted, rows)
 
 
-def _quota_fairly(blocks, wants):
+def _quota_fairly(blocks: int, wants: Any) -> Any:
   """Returns the blocks [P, L] that experts get of the `wants` [P, L].
 
   Experts get blocks in turn, one each, up to the number that they want. So each
@@ -146,7 +150,7 @@ def _quota_fairly(blocks, wants):
   """
   xp = wants.__array_namespace__()
 
-  def raise_level(i, level):
+  def raise_level(i: Any, level: Any) -> Any:
     """Sets bit number i from the top, if the blocks suffice for that level."""
     higher = level + (1 << (bits - 1 - i))
     fits = _sum(xp.minimum(wants, higher)) <= blocks
@@ -164,7 +168,9 @@ def _quota_fairly(blocks, wants):
   return quota + (wants_more & (before < rest)).astype(np.int32)
 
 
-def _quota_by_weight(layer, blocks, choices):
+def _quota_by_weight(
+  layer: LayerConfig, blocks: int, choices: _Choices
+) -> jax.Array:
   """Returns blocks [E], given in the order of the choices that open them."""
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
   opens = (choices.row % layer.alignment == 0) & (choices.expert < E)
@@ -179,13 +185,13 @@ def _quota_by_weight(layer, blocks, choices):
   return jnp.zeros(E, jnp.int32).at[expert].add(1, mode="drop")
 
 
-def _blocks(layer, rows):
+def _blocks(layer: LayerConfig, rows: Any) -> Any:
   return -(-rows // layer.alignment)
 
 
-def _sum(x):
+def _sum(x: Any) -> Any:
   return x.sum(1, keepdims=True, dtype=jnp.int32)
 
 
-def _sum_before(x):
+def _sum_before(x: Any) -> Any:
   return x.cumsum(1, dtype=jnp.int32) - x

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 from jax import lax
@@ -135,10 +136,11 @@ def _prepare(
   else:
     leaves = primitives.bind(prepare_p, params, ids)
   *sizes, kept = leaves
-  results = [*sizes, kept.reshape(topk_idx.shape)]
+  results: list[jax.Array] = [*sizes, kept.reshape(topk_idx.shape)]
   if (callback := trace_callback.value) is None:
     return results
-  return callback(layer, topk_idx, topk_weights, results)
+  results = callback(layer, topk_idx, topk_weights, results)
+  return results
 
 
 def _assigned_prepare(
@@ -154,7 +156,7 @@ def _assigned_prepare(
   first = prepare_p.bind(ids, params=params)
   *_, wanted_here, _, wanted, _ = first
 
-  def assigned():
+  def assigned() -> list[jax.Array]:
     chosen, dropped_counts = drop_policy.assign(params, ids, weights)
     *sizes, total, _, largest, kept = prepare_p.bind(chosen, params=params)
     failed = total < 0
@@ -166,10 +168,14 @@ def _assigned_prepare(
       kept,
     ]
 
-  return lax.cond(wanted[0] > params.capacity, assigned, lambda: first)
+  is_over = wanted[0] > params.capacity
+  leaves: list[jax.Array] = lax.cond(is_over, assigned, lambda: first)
+  return leaves
 
 
-def _out_types(params: OpParams, topk_idx, weights=None):
+def _out_types(
+  params: OpParams, topk_idx: Any, weights: Any = None
+) -> list[jax.ShapeDtypeStruct]:
   del topk_idx, weights
   layer = params.layer
   per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)

@@ -30,7 +30,7 @@ def op(name: str, out_types: OutTypes) -> compat.Primitive:
   `out_types(params, *operands)` returns shapes and dtypes of the outputs.
   """
 
-  def lower(ctx, *operands, params: OpParams):
+  def lower(ctx: Any, *operands: Any, params: OpParams) -> Any:
     return params.connection.lower(name, ctx, *operands, params=params)
 
   return _new(name, out_types, lower)
@@ -52,11 +52,15 @@ def mover(
     of_bytes: the same op for packed rows; a layer with a `wire` uses it.
   """
 
-  def types(params: OpParams, mem, group_sizes, *xs):
+  def types(
+    params: OpParams, mem: Any, group_sizes: Any, *xs: Any
+  ) -> Sequence[jax.ShapeDtypeStruct]:
     del mem, group_sizes
     return out_types(params, *xs)
 
-  def lower(ctx, mem, group_sizes, *xs, params: OpParams):
+  def lower(
+    ctx: Any, mem: Any, group_sizes: Any, *xs: Any, params: OpParams
+  ) -> Any:
     format = params.layer.wire
     if of_bytes is not None and format is not None:
       send = functools.partial(fp8_transport.send, of_bytes, format, params)
@@ -80,7 +84,7 @@ def composite(
   Without `out_types`, JAX derives the output types from `fn`.
   """
 
-  def derived(params: OpParams, *avals):
+  def derived(params: OpParams, *avals: Any) -> Any:
     return jax.eval_shape(functools.partial(fn, params=params), *avals)
 
   lower = compat.lower_local(jax.named_scope(name)(fn))
@@ -90,7 +94,7 @@ def composite(
 def _new(
   name: str, out_types: OutTypes, lower: Callable[..., Any]
 ) -> compat.Primitive:
-  def types(*avals, params: OpParams):
+  def types(*avals: Any, params: OpParams) -> list[Any]:
     outs = out_types(params, *avals)
     return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
 
@@ -106,7 +110,8 @@ def bind(
   operands = compat.vary_together(
     *operands, axes=[params.layer.group.axis_name]
   )
-  return primitive.bind(*operands, params=params)
+  outs: list[jax.Array] = primitive.bind(*operands, params=params)
+  return outs
 
 
 def linear_op(
@@ -117,7 +122,9 @@ def linear_op(
   Its transpose, for the same routing, is `transposed(mem, group_sizes, *cts)`.
   """
 
-  def jvp(primals, tangents, *, params: OpParams):
+  def jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, params: OpParams
+  ) -> tuple[list[Any], list[Any]]:
     mem, group_sizes, *_ = primals
     ts = map(compat.instantiate_zeros, tangents[2:])
     return (
@@ -125,8 +132,10 @@ def linear_op(
       primitive.bind(mem, group_sizes, *ts, params=params),
     )
 
-  def transpose(cts, mem, group_sizes, *_, params: OpParams) -> list[Any]:
-    cts = map(compat.instantiate_zeros, cts)
+  def transpose(
+    cts: Sequence[Any], mem: Any, group_sizes: Any, *_: Any, params: OpParams
+  ) -> list[Any]:
+    cts = [*map(compat.instantiate_zeros, cts)]
     return [None, None, *bind(transposed, params, mem, group_sizes, *cts)]
 
   ad.primitive_jvps[primitive] = jvp

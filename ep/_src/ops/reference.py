@@ -29,14 +29,17 @@ It replaces `0 + x` by `x`, which may be -0 or a denormal. XLA:CPU may change
 the bits of a bfloat16 that it copies.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 Array = jax.Array | np.ndarray
+_Choice = tuple[int, ...]  # rank, token, k
 
 
 class Routing(NamedTuple):
@@ -52,7 +55,9 @@ class Routing(NamedTuple):
   kept: Array  # [P, T, K] whether a choice has a slot
 
 
-def prepare(topk_idx, *, num_experts, capacity, alignment=1):
+def prepare(
+  topk_idx: Array, *, num_experts: int, capacity: int, alignment: int = 1
+) -> Routing:
   """Returns the routing of `topk_idx` [P, T, K]."""
   xp = topk_idx.__array_namespace__()
   P, T, _ = topk_idx.shape
@@ -82,8 +87,14 @@ def prepare(topk_idx, *, num_experts, capacity, alignment=1):
 
 
 def assign(
-  topk_idx, weights, *, num_experts, capacity, alignment=1, drop_by="slot"
-):
+  topk_idx: np.ndarray,
+  weights: np.ndarray | None,
+  *,
+  num_experts: int,
+  capacity: int,
+  alignment: int = 1,
+  drop_by: str = "slot",
+) -> np.ndarray:
   """Returns which choices get a row: bool [P, T, K].
 
   `topk_idx` are NumPy ids [P, T, K], and `weights` float [P, T, K], or None for
@@ -94,20 +105,21 @@ def assign(
   kept = np.zeros(topk_idx.shape, bool)
   rows = np.zeros(num_experts, int)  # kept choices of each expert
 
-  def has_free_row(expert):
+  def has_free_row(expert: int) -> bool:
     """Returns whether the slabs of its rank fit with one more row."""
     wanted = rows + (np.arange(num_experts) == expert)
     slabs = wanted.reshape(-1, L)[expert // L]
-    return (-(-slabs // alignment) * alignment).sum() <= capacity
+    return bool((-(-slabs // alignment) * alignment).sum() <= capacity)
 
-  def expert(choice):
-    return topk_idx[choice]
+  def expert(choice: _Choice) -> int:
+    return int(topk_idx[choice])
 
-  def lightness(choice):
+  def lightness(choice: _Choice) -> tuple[bool, float]:
+    assert weights is not None
     weight = float(weights[choice])
     return (True, 0.0) if math.isnan(weight) else (False, -weight)
 
-  def in_order(choices):
+  def in_order(choices: list[_Choice]) -> list[_Choice]:
     """Returns choices (r, t, k) in the order `drop_by`."""
     if drop_by == "slot":
       return sorted(choices, key=expert)
@@ -126,7 +138,9 @@ def assign(
   return kept
 
 
-def prepare_assigned(topk_idx, kept, *, num_experts, **sizes):
+def prepare_assigned(
+  topk_idx: np.ndarray, kept: np.ndarray, *, num_experts: int, **sizes: int
+) -> Routing:
   """Returns the routing of the choices that `assign` kept, in NumPy.
 
   The totals and the dropped counts are of all choices.
@@ -142,7 +156,9 @@ def prepare_assigned(topk_idx, kept, *, num_experts, **sizes):
   )
 
 
-def dispatch(routing, tokens, topk_weights, *, capacity):
+def dispatch(
+  routing: Routing, tokens: Array, topk_weights: Array, *, capacity: int
+) -> tuple[Array, Array]:
   """Returns [P, C, H] and [P, C], for tokens [P, T, H], weights [P, T, K]."""
   weights = topk_weights.astype(np.float32)
   return (
@@ -151,36 +167,41 @@ def dispatch(routing, tokens, topk_weights, *, capacity):
   )
 
 
-def combine(routing, rows, weights=None):
+def combine(
+  routing: Routing, rows: Array, weights: Array | None = None
+) -> Array:
   """Returns [P, T, H], for rows [P, C, H] and optional weights [P, C]."""
   terms = _flushed(_gather(routing, rows).astype(np.float32))
   if weights is not None:
     weights = _flushed(_gather(routing, weights.astype(np.float32)))
     terms = _flushed(terms * weights[..., None])
-  out = np.float32(0)
+  out: Any = np.float32(0)
   for k in range(terms.shape[2]):
     out = _flushed(out + terms[:, :, k])
-  return (out + np.float32(0)).astype(rows.dtype)  # makes +0 of -0
+  sums: Array = (out + np.float32(0)).astype(rows.dtype)  # makes +0 of -0
+  return sums
 
 
-def dispatch_bwd(routing, g_recv, g_recv_weights):
+def dispatch_bwd(
+  routing: Routing, g_recv: Array, g_recv_weights: Array
+) -> tuple[Array, Array]:
   """Returns cotangents of tokens and weights, for [P, C, H] and [P, C]."""
   return combine(routing, g_recv), _gather(routing, g_recv_weights)
 
 
-def combine_bwd(routing, g, *, capacity):
+def combine_bwd(routing: Routing, g: Array, *, capacity: int) -> Array:
   """Returns [P, C, H], the cotangent of unweighted rows, for g [P, T, H]."""
   return _scatter(routing, g[:, :, None], capacity)
 
 
-def _scatter(routing, x, capacity):
+def _scatter(routing: Routing, x: Array, capacity: int) -> Array:
   """Copies each choice to its slot: [P, T, K or 1, ...] to [P, C, ...]."""
   xp = x.__array_namespace__()
   P, _, _, *rest = x.shape
   x = xp.broadcast_to(x, (*routing.slot.shape, *rest))
   # Choices without a slot are copied to one more row, which is cut off.
   at = routing.rank, xp.where(routing.kept, routing.slot, capacity)
-  rows = xp.zeros((P, capacity + 1, *rest), x.dtype)
+  rows: Array = xp.zeros((P, capacity + 1, *rest), x.dtype)
   if isinstance(rows, np.ndarray):
     rows[at] = x
   else:
@@ -188,16 +209,17 @@ def _scatter(routing, x, capacity):
   return rows[:, :capacity]
 
 
-def _gather(routing, rows):
+def _gather(routing: Routing, rows: Array) -> Array:
   """Copies each slot to its choice: [P, C, ...] to [P, T, K, ...]."""
   xp = rows.__array_namespace__()
   kept = routing.kept
   kept = kept.reshape(*kept.shape, *[1] * (rows.ndim - 2))
   found = rows[routing.rank, routing.slot]
-  return xp.where(kept, found, xp.zeros((), rows.dtype))
+  terms: Array = xp.where(kept, found, xp.zeros((), rows.dtype))
+  return terms
 
 
-def _flushed(x):
+def _flushed(x: Array) -> Array:
   """Returns `x` with denormal numbers as zeros of their sign."""
   if isinstance(x, jax.Array):
     return x  # XLA:CPU flushes them in every operation

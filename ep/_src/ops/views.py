@@ -188,7 +188,7 @@ def _program(
   del tail
   group = connection.group
 
-  def fn(*args):
+  def fn(*args: Any) -> Any:
     made = (
       EpLayerConfig.of(connection, x) if isinstance(x, LayerConfig) else x
       for x in static
@@ -199,13 +199,15 @@ def _program(
     of_rank = fn
     in_kinds, out_kinds = jax.tree.unflatten(tree, kinds)
 
-    def on_rank_arrays(change, kinds, arrays):
-      def of_kind(kind, xs):
+    def on_rank_arrays(
+      change: Callable[..., Any], kinds: Any, arrays: Any
+    ) -> Any:
+      def of_kind(kind: Any, xs: Any) -> Any:
         return jax.tree.map(change, xs) if kind == RANK else xs
 
       return jax.tree.map(of_kind, kinds, arrays)
 
-    def of_ranks(*args):
+    def of_ranks(*args: Any) -> Any:
       args = on_rank_arrays(lambda x: x.reshape(x.shape[1:]), in_kinds, args)
       return on_rank_arrays(lambda x: x[None], out_kinds, of_rank(*args))
 
@@ -217,7 +219,7 @@ def _program(
       out_specs=_specs(group, out_kinds),
     )
 
-    def of_arrays(*args):
+    def of_arrays(*args: Any) -> Any:
       place = functools.partial(resharded, mesh)
       return mapped(*jax.tree.map(place, in_specs, args))
 
@@ -236,7 +238,7 @@ def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
   if AxisType.Explicit not in types.values():
     return arrays
 
-  def explicit(axes):
+  def explicit(axes: Any) -> tuple[str, ...]:
     axes = (axes,) if isinstance(axes, str) else axes or ()
     return tuple(a for a in axes if types[a] == AxisType.Explicit)
 
@@ -252,7 +254,7 @@ def _specs(group: GroupConfig, kinds: Any) -> Any:
     EXPERTS: group.axis_name,
   }
 
-  def spec(kind):
+  def spec(kind: Any) -> PartitionSpec:
     if isinstance(kind, PartitionSpec):
       return kind
     return PartitionSpec() if kind == REPLICATED else PartitionSpec(axes[kind])

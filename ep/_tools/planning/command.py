@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
     parser.exit(2, f"{e}\n")
 
 
-def _parser():
+def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m ep plan",
     description="Predicts what a layer's exchanges cost on a cluster.",

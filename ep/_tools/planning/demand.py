@@ -114,7 +114,9 @@ class Counted:
       copies = layout.copies_of(ids)
       source = np.arange(len(ids)) // (len(ids) // self.num_ranks)
 
-      def count(size, dest, by=source):
+      def count(
+        size: int, dest: np.ndarray, by: np.ndarray = source
+      ) -> np.ndarray:
         """Returns how often [n, K] has each of 0..size-1, by source."""
         at = (by[:, None] * size + dest)[dest >= 0]
         return np.bincount(at, minlength=(by[-1] + 1) * size)
@@ -161,16 +163,17 @@ class Expected:
     chances = (self._chances / number)[experts]  # that a token chooses a copy
     copies = layout.copies_of(self._ids)
 
-    def distinct(num_blocks):
+    def distinct(num_blocks: int) -> np.ndarray:
       """Returns the chance that a token has a choice in each block."""
       block = _block(copies, V // num_blocks)
       wanted = np.bincount(block.ravel(), minlength=num_blocks)
       block = _distinct(block)
       found = np.bincount(block[block >= 0], minlength=num_blocks)
       ratio = np.where(wanted > 0, found / np.maximum(wanted, 1), 1)
-      return (chances.reshape(num_blocks, -1).sum(1) * ratio).clip(max=1)
+      wants: np.ndarray = chances.reshape(num_blocks, -1).sum(1) * ratio
+      return wants.clip(max=1)
 
-    def of_all(chances):
+    def of_all(chances: np.ndarray) -> np.ndarray:
       return np.broadcast_to(T * chances, (1, P, chances.size))
 
     rng = np.random.default_rng(_SEED)
@@ -188,7 +191,7 @@ class Expected:
     )
 
 
-def _block(copies, size):
+def _block(copies: np.ndarray, size: int) -> np.ndarray:
   """Returns the block of `size` consecutive copies of each copy; -1 stays.
 
   A block is a rank or a node.
@@ -196,7 +199,7 @@ def _block(copies, size):
   return np.where(copies < 0, -1, copies // size)
 
 
-def _distinct(blocks):
+def _distinct(blocks: np.ndarray) -> np.ndarray:
   """Replaces repeated blocks of a token by -1, in [n, K]."""
   blocks = np.sort(blocks, axis=1)
   repeats = blocks[:, 1:] == blocks[:, :-1]
@@ -204,7 +207,7 @@ def _distinct(blocks):
   return blocks
 
 
-def _chances(loads, top_k):
+def _chances(loads: np.ndarray, top_k: int) -> np.ndarray:
   """Returns the chance [E] that a token chooses each expert, with the sum K.
 
   No chance is above 1: every token chooses an expert of a still larger load.
@@ -215,15 +218,22 @@ def _chances(loads, top_k):
     f"fewer experts than top_k = {top_k} have a load; give more experts one (a"
     ' large A of "zipf:A" leaves few).',
   )
-  most = np.sort(loads)[::-1]
+  most: np.ndarray = np.sort(loads)[::-1]
   full = next(
     n for n in range(top_k) if (top_k - n) * most[n] <= most[n:].sum()
   )
   with np.errstate(over="ignore"):  # most[full:] may be tiny
-    return np.minimum(1, loads / most[full:].sum() * (top_k - full))
+    chances: np.ndarray = loads / most[full:].sum() * (top_k - full)
+  return chances.clip(max=1)
 
 
-def _counts(rng, chances, top_k, num_tokens, num_domains):
+def _counts(
+  rng: np.random.Generator,
+  chances: np.ndarray,
+  top_k: int,
+  num_tokens: int,
+  num_domains: int,
+) -> np.ndarray:
   """Draws how many of a domain's tokens choose each expert, int [D, E].
 
   This is systematic sampling. The chances of all experts lie side by side on a
@@ -248,7 +258,7 @@ def _counts(rng, chances, top_k, num_tokens, num_domains):
   return counts
 
 
-def _draw(cfg, chances):
+def _draw(cfg: MoEConfig, chances: np.ndarray) -> np.ndarray:
   """Draws ids [n, K], in which each expert is about as frequent as its chance.
 
   A fixed-point iteration finds the odds that `_route` needs for it.
@@ -263,7 +273,7 @@ def _draw(cfg, chances):
   return _route(cfg, odds, _DRAWN)
 
 
-def _route(cfg, odds, num_tokens):
+def _route(cfg: MoEConfig, odds: np.ndarray, num_tokens: int) -> np.ndarray:
   """Draws scores and returns the top-k ids [n, K], in the best groups if any.
 
   The scores sample experts without replacement, with these odds.
@@ -271,7 +281,7 @@ def _route(cfg, odds, num_tokens):
   rng = np.random.default_rng(_SEED)
   waits = rng.standard_exponential((num_tokens, odds.size), np.float32)
   with np.errstate(divide="ignore", over="ignore"):
-    scores = 1 / (1 + waits / odds)
+    scores: np.ndarray = 1 / (1 + waits / odds)
   if cfg.top_groups < cfg.num_groups:
     groups = scores.reshape(num_tokens, cfg.num_groups, -1)
     best = np.sort(groups, axis=2)[..., -cfg.group_best :].sum(2)

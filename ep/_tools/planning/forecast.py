@@ -145,7 +145,9 @@ class Forecaster:
         **shown,
       )
 
-  def _exchanges(self, layout, demands):
+  def _exchanges(
+    self, layout: Layout, demands: Sequence[Demand]
+  ) -> dict[str, Any]:
     """Returns the fields `sent`, `received` and `seconds` of a forecast."""
     row_bytes = self._row_bytes(self._layer(layout, None))
     weight_bytes, latency_us = 0, self.cluster.latency_us
@@ -164,7 +166,7 @@ class Forecaster:
       sent[op], received[op] = ways
     return dict(sent=sent, received=received, seconds=seconds)
 
-  def _products_s(self, rows):
+  def _products_s(self, rows: float) -> float:
     """Returns the time of the experts, forward and backward, at peak rate."""
     cfg = self.cfg
     # Of a row, for each of the inner dimensions.
@@ -172,10 +174,12 @@ class Forecaster:
     inner = rows * cfg.inner + self.tokens_per_rank * cfg.shared_inner
     return float(flops * inner / (self.cluster.tflops * 1e12))
 
-  def _row_bytes(self, layer):
+  def _row_bytes(self, layer: LayerConfig) -> int:
     return self.cfg.hidden * layer.group.max_token_dtype.itemsize
 
-  def _layer(self, layout, capacity_factor) -> LayerConfig:
+  def _layer(
+    self, layout: Layout, capacity_factor: float | None
+  ) -> LayerConfig:
     """Returns the configuration of the layer, on an abstract mesh."""
     shape = layout.num_domains, layout.ep_size
     group = GroupConfig(

@@ -20,6 +20,8 @@ slowest rank determines the time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ep._tools.planning.cluster import Cluster
@@ -90,7 +92,9 @@ def seconds(traffic: np.ndarray, cluster: Cluster, latency_us: float) -> float:
   return latency_us / 1e6 + float(slowest)
 
 
-def _of_all_domains(demand, sent, received):
+def _of_all_domains(
+  demand: Demand, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]
+) -> np.ndarray:
   """Returns the traffic of all domains, from arrays [D, N, G] of each link."""
   D = len(demand.nodes)
   rows = np.array([sent, received], float).reshape(2, len(LINKS), -1)

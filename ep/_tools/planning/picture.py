@@ -23,12 +23,12 @@ def bars(seconds: Mapping[str, Mapping[str, float]]) -> str:
     f'<rect width="{width}" height="{height}" fill="#fff"/>',
   ]
 
-  def rect(x, y, w, h, fill):
+  def rect(x: float, y: int, w: float, h: int, fill: str) -> None:
     drawn.append(
       f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{h}" fill="{fill}"/>'
     )
 
-  def text(x, y, content, anchor="start"):
+  def text(x: float, y: int, content: str, anchor: str = "start") -> None:
     drawn.append(
       f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{content}</text>'
     )

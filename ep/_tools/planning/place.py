@@ -11,7 +11,7 @@ adds a price for each expert that moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import heapq
 import math
 
@@ -22,6 +22,7 @@ from ep._src.base import arguments
 from ep._src.moe.placement import Placement
 from ep._tools.planning.cluster import Cluster
 
+_Array = np.ndarray
 # The swaps minimize a p-norm of the loads, a smooth maximum, with these powers
 # one after another. The first power weighs all overloaded blocks, the second
 # one the small gains of the busiest block.
@@ -210,12 +211,12 @@ def domain(
   return P, max(1, P // G)
 
 
-def _fits_nodes(ep_size, cluster):
+def _fits_nodes(ep_size: int, cluster: Cluster) -> bool:
   G = cluster.gpus_per_node
   return ep_size % G == 0 or G % ep_size == 0
 
 
-def _numbers(loads, replicas):
+def _numbers(loads: _Array, replicas: int) -> _Array:
   """Returns the number of copies of each expert, [E]."""
   total = loads.sum(0)
   number = np.ones(total.size, int)
@@ -228,7 +229,14 @@ def _numbers(loads, replicas):
   return number
 
 
-def _placed(loads, num_ranks, num_nodes, replicas, old, move_cost):
+def _placed(
+  loads: _Array,
+  num_ranks: int,
+  num_nodes: int,
+  replicas: int,
+  old: _Array | None,
+  move_cost: float,
+) -> _Array:
   """Returns the experts [V] of one layer's slots."""
   number = _numbers(loads, replicas)
   numbers = [number]
@@ -261,7 +269,15 @@ class _Search:
     cost: the cost of the best order, as `place` defines it.
   """
 
-  def __init__(self, loads, number, num_ranks, num_nodes, old, move_cost):
+  def __init__(
+    self,
+    loads: _Array,
+    number: _Array,
+    num_ranks: int,
+    num_nodes: int,
+    old: _Array | None,
+    move_cost: float,
+  ):
     totals = loads.sum(1)
     copies = np.arange(number.size).repeat(number)
     shares = (loads / number)[:, copies]
@@ -287,7 +303,7 @@ class _Search:
     self._search(first)
     self.experts = copies[self._best]
 
-  def _search(self, first):
+  def _search(self, first: _Array) -> None:
     """Improves the first order, then random variations of the best order."""
     self._best, self.cost = first, self._cost(first)
     enough = self._bound() * (1 + _TOLERANCE)
@@ -305,7 +321,7 @@ class _Search:
       if (cost := self._cost(order)) < self.cost:
         self._best, self.cost = order, cost
 
-  def _loads(self, order):
+  def _loads(self, order: _Array) -> Iterator[tuple[int, _Array]]:
     """Yields the number n of blocks of each level, and their loads [S, n].
 
     The mean load is 1.
@@ -314,12 +330,12 @@ class _Search:
       loads = self._shares[:, order].reshape(len(self._shares), n, -1)
       yield n, loads.sum(2) * n
 
-  def _cost(self, order):
+  def _cost(self, order: _Array) -> float:
     """Returns the load of the busiest blocks, plus the prices of moves."""
     most = sum(self._weights @ y.max(1) for _, y in self._loads(order))
-    return most + self._prices[order, self._rank].sum()
+    return float(most + self._prices[order, self._rank].sum())
 
-  def _bound(self):
+  def _bound(self) -> float:
     """Returns a lower bound of the cost of every order.
 
     The block with the largest copy has at least the smallest other copies.
@@ -330,9 +346,9 @@ class _Search:
       n * (sizes[:, -1] + sizes[:, : count // n - 1].sum(1))
       for n in self._blocks
     )
-    return sum(self._weights @ np.maximum(1, each) for each in least)
+    return float(sum(self._weights @ np.maximum(1, x) for x in least))
 
-  def _improve(self, order, power):
+  def _improve(self, order: _Array, power: int) -> None:
     """Swaps copies in `order` while a swap makes the norm smaller."""
     norm, loads = self._norm(order, power), [*self._loads(order)]
     is_better = True
@@ -344,7 +360,7 @@ class _Search:
         ):
           continue  # no block of this copy is above the mean
         norms = self._norms_after_swaps(order, loads, i, power)
-        j = norms.argmin()
+        j = int(norms.argmin())
         if norms[j] < norm * (1 - 1e-9):
           order[[i, j]] = order[[j, i]]
           if (after := self._norm(order, power)) < norm:
@@ -353,20 +369,22 @@ class _Search:
           else:
             order[[i, j]] = order[[j, i]]
 
-  def _norm(self, order, power):
+  def _norm(self, order: _Array, power: int) -> float:
     """Returns a smooth maximum of the loads, plus the prices of moves."""
     norm = self._prices[order, self._rank].sum()
     for _, y in self._loads(order):
       most = y.max(1)
       powers = (y / most[:, None]) ** power
       norm += self._weights @ (most * powers.sum(1) ** (1 / power))
-    return norm
+    return float(norm)
 
-  def _norms_after_swaps(self, order, loads, i, power):
+  def _norms_after_swaps(
+    self, order: _Array, loads: Iterable[tuple[int, _Array]], i: int, power: int
+  ) -> _Array:
     """Returns the norm [V] after a swap of slot i with each slot."""
     own, here = order[i], self._rank[i]
     price = self._prices[order, self._rank]
-    norms = price.sum() - price - price[i]
+    norms: _Array = price.sum() - price - price[i]
     norms += self._prices[order, here] + self._prices[own, self._rank]
     placed = self._shares[:, order]
     for n, y in loads:
@@ -386,7 +404,9 @@ class _Search:
     return norms
 
 
-def _from_old(load, copies, old, num_ranks):
+def _from_old(
+  load: _Array, copies: _Array, old: _Array, num_ranks: int
+) -> _Array:
   """Returns an order that keeps copies in the slots of their experts in `old`.
 
   Each new copy, the largest first, is assigned to the rank with the least load.
@@ -402,7 +422,7 @@ def _from_old(load, copies, old, num_ranks):
   return order
 
 
-def _settled(experts, old, num_ranks):
+def _settled(experts: _Array, old: _Array, num_ranks: int) -> _Array:
   """Reorders the slots of each rank so that kept experts keep their slots."""
   slot = np.arange(old.size)
   first = slot * num_ranks // old.size * (old.max() + 1)  # a key of each rank
@@ -413,7 +433,7 @@ def _settled(experts, old, num_ranks):
   return settled
 
 
-def _common(a, b):
+def _common(a: _Array, b: _Array) -> tuple[_Array, _Array]:
   """Matches the k-th occurrence of each number in a and in b.
 
   Returns their indices in a, and in b.
@@ -427,7 +447,7 @@ def _common(a, b):
   return orders[0][in_a], orders[1][in_b]
 
 
-def _spread(load, copies, num_blocks):
+def _spread(load: _Array, copies: _Array, num_blocks: int) -> _Array:
   """Divides copies into blocks of equal length, [num_blocks, length].
 
   Each copy, the largest first, is assigned to the block with the least load.

@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import pathlib
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -52,10 +52,10 @@ class Plan:
   forecasts: tuple[Forecast, ...]
 
   def __repr__(self) -> str:
-    def most(forecast, link):
+    def most(forecast: Forecast, link: str) -> str:
       """Returns the GB of all ops on the rank that sends or receives most."""
       ways = (forecast.sent, forecast.received)
-      sums = [sum(by_link[link] for by_link in w.values()) for w in ways]
+      sums: list[Any] = [sum(x[link] for x in way.values()) for way in ways]
       return f"{np.max(sums) / 1e9:.2f}"
 
     head = (
@@ -213,7 +213,9 @@ def plan(
   return Plan(cluster, source.name, source.tokens_per_rank, tuple(forecasts))
 
 
-def _source(cfg, num_ranks, routing, tokens_per_rank) -> Counted | Expected:
+def _source(
+  cfg: MoEConfig, num_ranks: int, routing: Any, tokens_per_rank: int | None
+) -> Counted | Expected:
   """Returns the source of demands for a routing."""
   E, name = cfg.num_experts, "given"
   if isinstance(routing, str):
@@ -252,7 +254,7 @@ def _source(cfg, num_ranks, routing, tokens_per_rank) -> Counted | Expected:
   return Counted(name, steps, E, num_ranks)
 
 
-def _exponent(routing):
+def _exponent(routing: str) -> float | None:
   """Returns the exponent of a distribution, or None for a folder's name."""
   name, _, number = routing.lower().partition(":")
   if routing.lower() == "uniform":
@@ -272,7 +274,9 @@ def _exponent(routing):
   return exponent
 
 
-def _expected(cfg, name, loads, tokens_per_rank):
+def _expected(
+  cfg: MoEConfig, name: str, loads: Ids, tokens_per_rank: int | None
+) -> Expected:
   loads = checked_loads("ep.plan", loads, cfg.num_experts)
   arguments.check(
     tokens_per_rank is not None,
@@ -287,7 +291,13 @@ def _expected(cfg, name, loads, tokens_per_rank):
   return Expected(name, cfg, loads, count)
 
 
-def _layout(cluster, loads, ep_size, replicas, where) -> Layout:
+def _layout(
+  cluster: Cluster,
+  loads: np.ndarray,
+  ep_size: int,
+  replicas: int,
+  where: str | Placement,
+) -> Layout:
   P, N = domain("ep.plan", cluster, loads.size, replicas, ep_size)
   V = loads.size + replicas
   if not isinstance(where, Placement):

@@ -187,14 +187,14 @@ def suggest_capacity(
   )
   total = max(tokens.sum(), 1)
 
-  def dropped(capacity):  # [S, R]
+  def dropped(capacity: int) -> np.ndarray:  # [S, R]
     of_ranks = tokens.reshape(-1, layer.num_local_experts)
     return drop_policy.dropped(layer.config, of_ranks, capacity).reshape(
       demand.shape
     )
 
-  def is_enough(blocks):
-    return dropped(blocks * unit).sum() <= limit * total
+  def is_enough(blocks: int) -> bool:
+    return bool(dropped(blocks * unit).sum() <= limit * total)
 
   # A larger capacity never drops more, so bisection finds the smallest one.
   most = max(int(demand.max()), least)

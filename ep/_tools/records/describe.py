@@ -45,7 +45,9 @@ class RoutingSummary:
   @property
   def slab_offsets(self) -> np.ndarray:
     """int32 [N, L]: the first row of each expert segment, at most C."""
-    return self.group_sizes.cumsum(1, dtype=np.int32) - self.group_sizes
+    ends = self.group_sizes.cumsum(1, dtype=np.int32)
+    starts: np.ndarray = ends - self.group_sizes
+    return starts
 
   @property
   def experts(self) -> np.ndarray:
@@ -58,7 +60,8 @@ class RoutingSummary:
   @property
   def dropped(self) -> np.ndarray:
     """int32 [N]: dropped tokens of each rank."""
-    return self.dropped_counts.sum(1, dtype=np.int32)
+    dropped: np.ndarray = self.dropped_counts.sum(1, dtype=np.int32)
+    return dropped
 
   @property
   def imbalance(self) -> np.ndarray:

@@ -70,7 +70,7 @@ def received(choices: np.ndarray, ep_size: int) -> np.ndarray:
   An EP domain is `ep_size` consecutive ranks.
   """
   num_ranks, num_experts = choices.shape
-  domains = choices.reshape(-1, ep_size, num_experts).sum(axis=1)
+  domains: np.ndarray = choices.reshape(-1, ep_size, num_experts).sum(axis=1)
   return domains.reshape(num_ranks, -1)
 
 

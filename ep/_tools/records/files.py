@@ -41,7 +41,7 @@ FORMAT = "ep.record 1"
 COLUMNS: dict[str, Any] = dict(
   rank=np.int32, step=np.int64, call=np.int32, run=np.int64
 )
-SIZES = dict(num_ranks=np.int32, calls_per_step=np.int32)
+SIZES: dict[str, Any] = dict(num_ranks=np.int32, calls_per_step=np.int32)
 _TOKENS = dict(topk_idx=(np.int32, np.int64), topk_weights=(np.float32,))
 
 
@@ -129,7 +129,7 @@ class Writer:
 def _columns(calls: list[Call]) -> dict[str, np.ndarray]:
   first = calls[0]
 
-  def stacked(name, dtype=None):
+  def stacked(name: str, dtype: Any = None) -> np.ndarray:
     return np.array([getattr(call, name) for call in calls], dtype)
 
   return {
@@ -154,7 +154,7 @@ def read_calls(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
     arguments.check(
       _are_sound(columns),
       f"ep.replay: {path}: layer {layer!r}",
-      "its columns are not those that ep.record writes; remove the file, and"
+      "its columns differ from those of ep.record; remove the file, and"
       " the steps that it holds are missing.",
     )
   return layers

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import os
 import pathlib
 import threading
+from typing import Any
 
 import jax
 from jax import lax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import arguments, compat, primitive
+from ep._src.base.config import LayerConfig
 from ep._src.base.contexts import trace_callback
 from ep._src.base.errors import EpError
 from ep._src.base.primitive import ProgramNames
@@ -103,13 +105,20 @@ class _Recorder:
   step would double the cost, and the last step before a hang must be written.
   """
 
-  def __init__(self, folder, layers, weights, calls_per_step, flush_s):
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    layers: Collection[str] | None,
+    weights: bool,
+    calls_per_step: int | Mapping[str, int],
+    flush_s: float,
+  ):
     if isinstance(layers, str):
       raise TypeError(
         f"ep.record: layers = {layers!r} is a str, but a collection of names is"
         f" expected; pass [{layers!r}]."
       )
-    named = {"calls_per_step": calls_per_step}
+    named: dict[str, Any] = {"calls_per_step": calls_per_step}
     if isinstance(calls_per_step, Mapping):
       named = {f"calls_per_step[{k!r}]": v for k, v in calls_per_step.items()}
     for name, value in named.items():
@@ -134,14 +143,22 @@ class _Recorder:
     # (layer, rank), and the number of runs by site and position in the mesh.
     self._lock = threading.Lock()
     self._calls: list[files.Call] = []
-    self._numbers: collections.Counter = collections.Counter()
-    self._runs = collections.defaultdict(collections.Counter)
+    self._numbers: collections.Counter[tuple[str, int]] = collections.Counter()
+    self._runs: dict[str, collections.Counter[int]] = collections.defaultdict(
+      collections.Counter
+    )
     self._thread = threading.Thread(
       target=self._write, name="ep.record", daemon=True
     )
     self._thread.start()
 
-  def __call__(self, layer, topk_idx, topk_weights, leaves):
+  def __call__(
+    self,
+    layer: LayerConfig,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    leaves: Any,
+  ) -> Any:
     """Adds the recording to the leaves of a handle; the trace callback.
 
     A program that uses one of the returned leaves records the ids, and the
@@ -166,7 +183,14 @@ class _Recorder:
     # The ops that use the handle then run after the call.
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), leaves)
 
-  def add(self, layer, site, topk_idx, place, *topk_weights):
+  def add(
+    self,
+    layer: LayerConfig,
+    site: str,
+    topk_idx: np.ndarray,
+    place: np.ndarray,
+    *topk_weights: np.ndarray,
+  ) -> tuple[np.ndarray]:
     """Adds a call of the device at a position of the mesh; returns (0,).
 
     Of devices with the same tokens, it records only the first one.
@@ -176,17 +200,17 @@ class _Recorder:
         the same run of a site, so no device waits for a failed one.
     """
     name, num_ranks = layer.name, layer.group.num_token_ranks
-    place, per_step = int(place), self._calls_per_step
-    rank, copy = divmod(place, layer.group.mesh.size // num_ranks)
+    position, per_step = int(place), self._calls_per_step
+    rank, copy = divmod(position, layer.group.mesh.size // num_ranks)
     if isinstance(per_step, Mapping):
       per_step = per_step.get(name, 1)
     arrays = map(np.array, (topk_idx, *topk_weights))
     with self._lock:
       runs = self._runs[site]
-      run = runs[place]
+      run = runs[position]
       if self._failure and run >= max(runs.values(), default=0):
         raise self._error()
-      runs[place] += 1
+      runs[position] += 1
       if not copy and not self._closed.is_set():
         step, call = divmod(self._numbers[name, rank], per_step)
         self._numbers[name, rank] += 1
@@ -194,7 +218,7 @@ class _Recorder:
         self._calls.append(files.Call(name, *numbers, *arrays))
     return _ZEROS
 
-  def close(self):
+  def close(self) -> None:
     """Writes the remaining calls, and ignores later ones."""
     self._closed.set()
     self._thread.join()
@@ -202,7 +226,7 @@ class _Recorder:
     if self._failure:
       raise self._error() from self._failure
 
-  def warn_if_empty(self):
+  def warn_if_empty(self) -> None:
     """Warns if no call was recorded."""
     if self._runs:
       return
@@ -217,13 +241,13 @@ class _Recorder:
       )
     arguments.warn(f"ep.record: nothing was recorded in {self._folder}: {why}.")
 
-  def _error(self):
+  def _error(self) -> RuntimeError:
     return RuntimeError(
       f"ep.record: cannot write to {self._folder}: {self._failure}; what came"
       " before is there. Record to a folder with room, or do not record."
     )
 
-  def _write(self):
+  def _write(self) -> None:
     """Writes the new calls at intervals, until the recorder is closed."""
     is_last = False
     try:
@@ -239,11 +263,16 @@ class _Recorder:
 _ZEROS = (np.zeros((), np.int32),)  # the result of `record_p`
 
 
-def _types(topk_idx, *_, **__):
+def _types(topk_idx: Any, *_: Any, **__: Any) -> Sequence[Any]:
   return [compat.out_aval((), jnp.int32, topk_idx)]
 
 
-def _lower(ctx, *operands, recorder, layer):
+def _lower(
+  ctx: compat.LoweringContext,
+  *operands: Any,
+  recorder: _Recorder,
+  layer: LayerConfig,
+) -> Sequence[Any]:
   if not compat.can_call_python(ctx):
     raise ValueError(
       f'ep_prepare(layer "{layer.name}"): a program that is exported cannot be'

@@ -21,22 +21,26 @@ def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
   size, exchanges = merged["ep_size"], merged["exchanges"]
   num_domains = 1 + max((e["domain"] for e in exchanges), default=0)
   # The time at which each track of a rank becomes free.
-  ends: dict[tuple, list[float]] = collections.defaultdict(list)
+  ends: dict[tuple[int, int], list[float]] = collections.defaultdict(list)
   found: list[dict[str, Any]] = []
 
-  def add(ph, name, domain, tid, seconds, **fields):
+  def add(
+    ph: str, name: str, domain: int, tid: int, seconds: float, **fields: Any
+  ) -> None:
     ts = _microseconds(seconds)
     found.append(dict(ph=ph, name=name, ts=ts, pid=domain, tid=tid, **fields))
 
-  def add_slice(name, domain, tid, begin, end, args):
+  def add_slice(
+    name: str, domain: int, tid: int, begin: float, end: float, args: Any
+  ) -> None:
     dur = round(_microseconds(end) - _microseconds(begin), 3)
     add("X", name, domain, tid, begin, dur=dur, args=args)
 
-  def track(domain, rank, begin, end):
+  def track(domain: int, rank: int, begin: float, end: float) -> int:
     """Returns a free track of the rank, or makes a new one."""
     tracks = ends[domain, rank]
     number = next((i for i, t in enumerate(tracks) if t <= begin), len(tracks))
-    tid = (number * num_domains + domain) * size + rank
+    tid: int = (number * num_domains + domain) * size + rank
     if number == len(tracks):
       names = dict(process_name=f"domain {domain}", thread_name=f"rank {rank}")
       for kind, name in names.items():

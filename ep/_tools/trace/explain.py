@@ -32,6 +32,8 @@ _MORE_ROWS = (
 # a cause with at most this chance.
 _CHANCE = 0.05
 
+_Step = list[dict[str, Any]]  # exchanges
+
 
 @dataclasses.dataclass(frozen=True)
 class Blame:
@@ -205,7 +207,7 @@ def explain_exchanges(
   totals = []
   places = collections.defaultdict(list)
   for start, step in steps:
-    runs: collections.Counter = collections.Counter()
+    runs: collections.Counter[Any] = collections.Counter()
     ops = list(_ops(start, step))
     for e, op in zip(step, ops, strict=True):
       place = e["domain"], e["layer"], e["op"]
@@ -228,11 +230,11 @@ def explain_exchanges(
 def _first_failure(merged: dict[str, Any]) -> Failure:
   """Returns the failure that caused the others; see `explain`."""
 
-  def killed(failure) -> list[int]:
+  def killed(failure: dict[str, Any]) -> list[int]:
     first = failure["domain"] * merged["ep_size"]
     return [r for r in failure["ranks"] if first + r in merged["killed"]]
 
-  def order(failure):
+  def order(failure: dict[str, Any]) -> tuple[Any, ...]:
     return not killed(failure), len(failure["ranks"]), failure["at"]
 
   first = min(merged["failures"], key=order)
@@ -257,7 +259,7 @@ class _Op(NamedTuple):
   times: tuple[float, ...]  # moved, waited, late, and late because of rows
 
 
-def _ops(start, step) -> Iterator[_Op]:
+def _ops(start: np.ndarray, step: _Step) -> Iterator[_Op]:
   """Yields the ops of a step, which the ranks began at the times `start`."""
   ends, prepared = start, {}
   for e in step:
@@ -281,7 +283,12 @@ def _ops(start, step) -> Iterator[_Op]:
 
 
 def _blames(
-  domain, layer, op, seen: list[_Op], step_s: float, num_places: int
+  domain: int,
+  layer: str,
+  op: str,
+  seen: list[_Op],
+  step_s: float,
+  num_places: int,
 ) -> Iterator[Blame]:
   """Yields the ranks to blame at one op, which `seen` has for each step."""
   late = np.array([o.late_s for o in seen])  # [step, rank]
@@ -327,13 +334,15 @@ def _blames(
 
 def _lateness(came: np.ndarray) -> np.ndarray:
   """Returns arrival times minus their lower median."""
-  return came - np.sort(came)[(len(came) - 1) // 2]
+  late: np.ndarray = came - np.sort(came)[(len(came) - 1) // 2]
+  return late
 
 
 def _at_least(count: int, trials: int, p: float) -> float:
   """Returns the chance of at least `count` successes, each with 0 < p < 1."""
 
-  def log_chance(n):  # the binomial coefficient could overflow a float
+  def log_chance(n: int) -> float:
+    # The binomial coefficient could overflow a float.
     ways = math.lgamma(trials + 1) - math.lgamma(n + 1)
     ways -= math.lgamma(trials - n + 1)
     return ways + n * math.log(p) + (trials - n) * math.log(1 - p)
@@ -341,7 +350,7 @@ def _at_least(count: int, trials: int, p: float) -> float:
   return sum(math.exp(log_chance(n)) for n in range(count, trials + 1))
 
 
-def _with_equal_rows(took, rows):
+def _with_equal_rows(took: np.ndarray, rows: np.ndarray) -> np.ndarray:
   """Estimates the times of the ranks if each had the mean rows.
 
   A linear fit over the ranks gives the time of a row. The time of a rank with
@@ -349,17 +358,17 @@ def _with_equal_rows(took, rows):
   """
   more = rows - rows.mean()
   cost = max(0.0, more @ took / max(more @ more, 1.0))
-  return np.maximum(
-    took - cost * more, took / np.maximum(rows / rows.mean(), 1.0)
-  )
+  least = took / np.maximum(rows / rows.mean(), 1.0)
+  equal: np.ndarray = np.maximum(took - cost * more, least)
+  return equal
 
 
-def _steps(exchanges):
+def _steps(exchanges: _Step) -> list[tuple[np.ndarray, _Step]]:
   """Returns the start and the exchanges of each step but a program's first.
 
   The start of a step is the end of its domain's previous step, on each rank.
   """
-  found: dict[Any, list] = collections.defaultdict(list)
+  found: dict[Any, _Step] = collections.defaultdict(list)
   for e in exchanges:
     found[e["domain"], e["program"], e["step"]].append(e)
   ends: dict[int, np.ndarray] = {}

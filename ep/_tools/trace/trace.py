@@ -22,6 +22,8 @@ from ep._src.group import agreement
 from ep._src.group.group import EpGroup
 from ep._tools.trace import chrome
 
+# The ops of a process, by domain, site and step.
+_Events = dict[tuple[int, str, int], list[dict[str, Any]]]
 _COUNTS = "rows", "dropped", "bytes", "tokens"
 # The errors, besides `ValueError`, that a damaged file can cause.
 DAMAGES = (
@@ -88,12 +90,12 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
   processes = meshes.processes(group.mesh)
   stack = contextlib.ExitStack()
 
-  def start():
+  def start() -> None:
     arguments.check(not path.is_dir(), "ep.trace", f"{path} is a folder.")
     group.connection.start_trace(str(path))
     stack.callback(group.connection.stop_trace)
 
-  def merge_on_first():
+  def merge_on_first() -> None:
     if jax.process_index() == processes[0]:
       merge_files(path)
 
@@ -107,7 +109,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 def _do_on_all(group: EpGroup, what: Callable[[], None]) -> None:
   """Calls a function on each process; if one fails, all raise."""
 
-  def propose():
+  def propose() -> Any:
     what()
     return group.config
 
@@ -229,7 +231,7 @@ def merge(texts: list[str]) -> dict[str, Any]:
   domains, whose processes wrote no end.
   """
   heads: dict[int, dict[str, Any]] = {}
-  seen: dict[int, dict[tuple, list[dict[str, Any]]]] = {}
+  seen: dict[int, _Events] = {}
   failures, lost, killed = [], 0, set()
   for text in texts:
     head, *events = map(json.loads, text.rpartition("\n")[0].splitlines())
@@ -281,7 +283,9 @@ def merge(texts: list[str]) -> dict[str, Any]:
   )
 
 
-def _clock(a, b, first, process, domains) -> dict[str, Any]:
+def _clock(
+  a: _Events, b: _Events, first: int, process: int, domains: np.ndarray
+) -> dict[str, Any]:
   """Returns the offset of the clock of `b` to the clock of `a`.
 
   `bound_s` is the width of the bounds; None if there are none.

@@ -17,7 +17,7 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import re
@@ -25,7 +25,7 @@ import re
 import jax
 
 from ep._src.base.backend import OPS
-from ep._src.ops.hidden_collectives import as_text, op_name, OPCODES
+from ep._tools.collectives.hidden import as_text, op_name, OPCODES
 
 # The handlers of these targets return before they are done.
 _TARGET = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')
@@ -85,7 +85,7 @@ class _Instruction:
   operands: frozenset[str]
   called: tuple[str, ...]
 
-  def __str__(self):
+  def __str__(self) -> str:
     return f"{self.opcode} {op_name(self.line)}"
 
 
@@ -124,13 +124,13 @@ class _Program:
           elif self._runs(x, _is_collective):
             yield loop, x
 
-  def _is_loose(self, x):
+  def _is_loose(self, x: _Instruction) -> bool:
     """Returns whether `x` may start a collective after its call returns."""
     if x.opcode == "while":
       return self._runs(x, _is_op) and self._runs(x, _is_collective)
     return any(map(self._starts_late, x.called))
 
-  def _starts_late(self, computation):
+  def _starts_late(self, computation: str) -> bool:
     is_late = False
     for x in self._computations[computation].values():
       if (is_late and self._runs(x, _is_collective)) or self._is_loose(x):
@@ -138,17 +138,19 @@ class _Program:
       is_late |= self._runs(x, _is_op)
     return False
 
-  def _search(self, x, is_kind):
+  def _search(
+    self, x: _Instruction, is_kind: Callable[[_Instruction], bool]
+  ) -> bool:
     """Returns whether `x`, or an instruction that it calls, is of a kind."""
     called = (y for c in x.called for y in self._computations[c].values())
     return is_kind(x) or any(self._runs(y, is_kind) for y in called)
 
 
-def _is_op(x):
+def _is_op(x: _Instruction) -> bool:
   return bool(_TARGET.search(x.line))
 
 
-def _is_collective(x):
+def _is_collective(x: _Instruction) -> bool:
   return x.opcode.removesuffix("-start") in OPCODES
 
 
