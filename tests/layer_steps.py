@@ -104,7 +104,9 @@ def run_forward(
 
 
 @functools.cache
-def _moe_step_of(layer, view, activation):
+def moe_step_of(layer, view="global", activation=jax.nn.silu):
+  """Returns a program of the output of `ep.moe_layer` and its gradients."""
+
   def step(topk_idx, tokens, weights, matrices, ct):
     def moe(tokens, weights, matrices):
       return ep.moe_layer(
@@ -125,11 +127,6 @@ def _moe_step_of(layer, view, activation):
       check_vma=view == "local",
     )
   return jax.jit(step)
-
-
-def moe_step_of(layer, view="global", activation=jax.nn.silu):
-  """Returns a program of the output of `ep.moe_layer` and its gradients."""
-  return _moe_step_of(layer, view, activation)
 
 
 def put_moe(layer, topk_idx, tokens, weights, matrices, *others):

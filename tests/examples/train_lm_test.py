@@ -22,8 +22,8 @@ from lm import data, model
 from lm.checkpoint import RunFolder, Stop
 from lm.step import init, Step
 
-# If one read or write fails, orbax abandons the others, and these raise, because
-# there is no event loop.
+# If one read or write fails, orbax abandons the others. These then raise errors
+# because there is no event loop.
 pytestmark = pytest.mark.filterwarnings(
   "ignore::pytest.PytestUnraisableExceptionWarning"
 )

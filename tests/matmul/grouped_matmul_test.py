@@ -209,26 +209,25 @@ def test_fewer_rows_than_a_block():
   np.testing.assert_array_equal(out, [[F] * G, [F] * G, [0] * G])
 
 
+_BAD_SHAPES = ValueError, r"expected \[C, F\], \[L, F, G\]"
+
+
 @pytest.mark.parametrize(
-  "shapes",
+  ("shapes", "dtypes", "expected"),
   [
-    [(3, 5), (2, 4, 7), (2,)],
-    [(3, 5), (2, 5, 7), (3,)],
-    [(3, 5), (5, 7), (2,)],
-    [(1, 3, 5), (2, 5, 7), (2,)],
+    ([(3, 5), (2, 4, 7), (2,)], "ffi", _BAD_SHAPES),
+    ([(3, 5), (2, 5, 7), (3,)], "ffi", _BAD_SHAPES),
+    ([(3, 5), (5, 7), (2,)], "ffi", _BAD_SHAPES),
+    ([(1, 3, 5), (2, 5, 7), (2,)], "ffi", _BAD_SHAPES),
+    ([(3, 5), (1, 5, 7), (1,)], "efi", (ValueError, "convert one")),
+    ([(2, 4), (1, 4, 3), (1,)], "fff", (TypeError, "group_sizes is float32")),
   ],
 )
-def test_shapes_that_do_not_fit(shapes):
-  rows, matrices, sizes = map(jnp.zeros, shapes)
-  sizes = sizes.astype(jnp.int32)
-  with pytest.raises(ValueError, match=r"expected \[C, F\], \[L, F, G\]"):
+def test_wrong_arguments_are_refused(shapes, dtypes, expected):
+  error, words = expected
+  rows, matrices, sizes = map(jnp.zeros, shapes, dtypes)
+  with pytest.raises(error, match=words):
     gm.grouped_matmul(rows, matrices, sizes)
-
-
-def test_dtypes_that_differ():
-  rows, matrices = jnp.zeros((3, 5), jnp.bfloat16), jnp.zeros((1, 5, 7))
-  with pytest.raises(ValueError, match="convert one"):
-    gm.grouped_matmul(rows, matrices, jnp.int32([3]))
 
 
 def test_bfloat16_with_wide_integers():
@@ -257,8 +256,3 @@ def test_without_jit():
       jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.array([2])
     )
   np.testing.assert_array_equal(out, np.full((2, 3), 4))
-
-
-def test_sizes_are_integers():
-  with pytest.raises(TypeError, match="group_sizes is float32"):
-    gm.grouped_matmul(jnp.ones((2, 4)), jnp.ones((1, 4, 3)), jnp.ones(1))

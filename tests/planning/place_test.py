@@ -248,9 +248,9 @@ def test_only_ratios_count_and_all_nodes_are_equal():
 
 def test_many_experts_take_seconds():
   loads = 1 / np.arange(1.0, 257)
-  start = time.monotonic()
+  start = time.process_time()
   found = ep.place(loads, cluster(8, 8), replicas=64).experts
-  assert time.monotonic() - start < 20
+  assert time.process_time() - start < 20
   shares = (loads / np.bincount(found))[None]
   assert cost(found, shares, 8, 8) < 2.02 < cost(np.sort(found), shares, 8, 8)
 

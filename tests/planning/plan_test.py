@@ -284,21 +284,14 @@ def test_a_table_and_a_picture(tmp_path, capsys):
   assert sum(str(text).endswith(" ms") for text in texts) == 16
 
 
-def test_a_picture_of_no_time(tmp_path):
+def test_a_plan_of_no_time(tmp_path):
   alone = dataclasses.replace(cluster(1, 1), latency_us=0)
   plan = ep.plan(CFG, alone, "uniform", tokens_per_rank=T)
   plan.picture(tmp_path / "plan.svg")
   assert "0.00 ms" in (tmp_path / "plan.svg").read_text()
-
-
-def test_a_notebook_shows_a_table():
-  plan = ep.plan(CFG, cluster(), "uniform", tokens_per_rank=T)
   assert repr(plan) == str(plan) and len(repr(plan).splitlines()) == 3
-  (found,) = plan.forecasts
-  assert repr(found) == (
-    "<ep.Forecast of EP 8, linear:"
-    f" {found.exchange_s * 1e3:.2f} ms, 0.00% dropped>"
-  )
+  text = "<ep.Forecast of EP 1, linear: 0.00 ms, 0.00% dropped>"
+  assert repr(plan.forecasts[0]) == text
 
 
 @pytest.mark.parametrize(
@@ -331,7 +324,7 @@ def test_the_command_prints_a_plan():
 
 @pytest.mark.parametrize("sizes", [{}, dict(ep_sizes=[4096], replicas=[3840])])
 def test_4096_ranks_take_seconds(sizes):
-  start = time.monotonic()
+  start = time.process_time()
   plan = ep.plan(
     ep.presets.DEEPSEEK_V3,
     ep.Cluster.named("dgx_h100", num_nodes=512),
@@ -339,7 +332,7 @@ def test_4096_ranks_take_seconds(sizes):
     tokens_per_rank=4096,
     **sizes,
   )
-  assert time.monotonic() - start < 5
+  assert time.process_time() - start < 5
   assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2e6  # KiB
   assert plan.forecasts[0].rows.shape == (4096,)
 
@@ -380,13 +373,10 @@ def test_wrong_arguments_are_refused(routing, options, words):
     ep.plan(CFG, cluster(), routing, **options)
 
 
-def test_a_placement_of_arrays_of_jax_is_checked():
+def test_clusters_and_placements_are_checked():
   missing = ep.Placement(jax.numpy.arange(E) // 2 * 2)
   with pytest.raises(ValueError, match=r"each of 0\.\.E-1 once or more"):
     ep.plan(CFG, cluster(), draw(8), placements=[missing])
-
-
-def test_a_cluster_is_checked():
   with pytest.raises(ValueError, match="nvlink_gb_s = 0, but it must be pos"):
     dataclasses.replace(cluster(), nvlink_gb_s=0)
   with pytest.raises(ValueError, match="latency_us = -1, but it must not be"):

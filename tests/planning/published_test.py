@@ -5,6 +5,7 @@ The constants are fit to half of the figures. docs/planner.md names the sources,
 and docs/published.csv lists each figure with its error.
 """
 
+import csv
 import functools
 import itertools
 import pathlib
@@ -18,95 +19,33 @@ from ep._tools.planning import links
 from ep._tools.planning.demand import Expected, Layout
 
 _HIDDEN, _TOP_K = 7168, 8
-# Bytes per row, and the ops that the sources measure.
-_FP8, _BF16 = _HIDDEN + 4 * _HIDDEN // 128, 2 * _HIDDEN
-_COMBINE = "combine", _BF16
-_PAIR = ("dispatch", _FP8), _COMBINE
-_V2 = ("dispatch", _FP8 + 96), _COMBINE  # Rows include ids and weights.
-_MORI = ("dispatch", _HIDDEN), _COMBINE
-_HYBRID = ("dispatch", _FP8), ("dispatch", _BF16), _COMBINE
-_NCCL = ("dispatch", _BF16), _COMBINE
-
-# The source (as in docs/planner.md), machine, tokens per rank, ops, transport,
-# unit, and figures by (nodes, GPUs per node). MORI's README calls its other
-# figures stale.
-_SOURCES = [
-  (
-    "DeepEP V2", "dgx_h100", 8192, _V2, "hierarchical", "GB/s",
-    {(2, 8): (90, 81), (4, 8): (61, 61)},
-  ),
-  (
-    "DeepEP V2", "dgx_b200", 8192, _V2, "hierarchical", "GB/s",
-    {(2, 8): (90, 91), (1, 8): (726, 740)},
-  ),
-  (
-    "DeepEP V1", "h800", 4096, _PAIR, "hierarchical", "GB/s",
-    {(1, 8): (153, 158), (2, 8): (43, 43), (4, 8): (58, 57), (8, 8): (51, 50)},
-  ),
-  (
-    "DeepEP V1, low latency", "h800", 128, _PAIR, "direct", "us",
-    {
-      (1, 8): (77, 114), (2, 8): (118, 195), (4, 8): (155, 273),
-      (8, 8): (173, 314), (16, 8): (192, 369), (32, 8): (194, 360),
-    },
-  ),
-  (
-    "HybridEP", "dgx_h100", 4096, _HYBRID, "hierarchical", "GB/s",
-    {
-      (2, 8): (68.48, 71.71, 62.95), (4, 8): (55.35, 57.69, 57.46),
-      (8, 8): (46.52, 49.97, 49.77),
-    },
-  ),
-  (
-    "HybridEP", "dgx_b200", 4096, _HYBRID, "hierarchical", "GB/s",
-    {(1, 8): (599.27, 734.95, 673.84)},
-  ),
-  (
-    "HybridEP", "gb200_nvl72", 4096, _HYBRID, "hierarchical", "GB/s",
-    {
-      (1, 8): (713.98, 764.03, 737.13), (1, 16): (650.48, 706.95, 666.26),
-      (1, 24): (577.96, 665.97, 639.80), (1, 32): (538.86, 642.23, 605.15),
-      (1, 36): (489.27, 632.31, 596.99),
-    },
-  ),
-  (
-    "MORI", "mi300x", 4096, _MORI, "hierarchical", "GB/s",
-    {(1, 8): (307, 330), (2, 8): (52, 67)},
-  ),
-  (
-    "MORI", "mi355x", 4096, _MORI, "hierarchical", "GB/s",
-    {(1, 8): (345, 420), (2, 8): (54, 71), (4, 8): (46, 61)},
-  ),
-  (
-    "MORI, low latency", "mi300x", 128, _MORI, "direct", "us",
-    {(1, 8): (35, 47), (2, 8): (76, 122)},
-  ),
-  (
-    "MORI, low latency", "mi355x", 128, _MORI, "direct", "us",
-    {(1, 8): (31, 36), (2, 8): (84, 108), (4, 8): (152, 187)},
-  ),
-  (
-    "NCCL EP, low latency", "dgx_h100", 128, _NCCL, "direct", "GB/s",
-    {
-      (1, 8): (224.3, 185.2), (2, 8): (76.7, 73.0), (4, 8): (53.6, 50.0),
-      (8, 8): (48.8, 43.8),
-    },
-  ),
-]  # fmt: skip
+_DOCS = pathlib.Path(__file__).parents[2] / "docs"
+# The inputs are the columns from source to published, and unit. table() writes
+# the other columns. MORI's README calls its other figures stale.
+_PUBLISHED = (_DOCS / "published.csv").read_text()
 
 
 class Figure(NamedTuple):
-  """A published figure, as _SOURCES has it."""
+  """A published figure, a row of published.csv."""
 
   source: str
+  machine: str
   cluster: ep.Cluster
-  tokens: int
   op: str
   row_bytes: int
-  transport: str
-  unit: str
   value: float
-  machine: str
+  unit: str
+
+  @property
+  def transport(self):
+    return "direct" if "low latency" in self.source else "hierarchical"
+
+  @property
+  def tokens(self):
+    """The number of tokens per rank."""
+    if self.transport == "direct":
+      return 128
+    return 8192 if self.source == "DeepEP V2" else 4096
 
   @property
   def experts(self):
@@ -119,21 +58,22 @@ class Figure(NamedTuple):
     return min(nodes, 4) if self.source == "DeepEP V1" else nodes
 
 
-FIGURES = [
-  Figure(
-    source,
-    ep.Cluster.named(machine, *size),
-    tokens,
-    *op,
-    transport,
-    unit,
-    value,
-    machine,
+def _figure(row):
+  cluster = ep.Cluster.named(
+    row["machine"], *map(int, row["nodes x GPUs"].split(" x "))
   )
-  for source, machine, tokens, ops, transport, unit, figures in _SOURCES
-  for size, values in figures.items()
-  for op, value in zip(ops, values, strict=True)
-]
+  return Figure(
+    row["source"],
+    row["machine"],
+    cluster,
+    row["op"],
+    int(row["bytes of a row"]),
+    float(row["published"]),
+    row["unit"],
+  )
+
+
+FIGURES = [_figure(row) for row in csv.DictReader(_PUBLISHED.splitlines())]
 # The constants of links.py are fit to this half of the figures: two of each
 # four figures, so that both halves contain both ops.
 FIT = np.arange(len(FIGURES)) % 4 < 2
@@ -260,11 +200,8 @@ def test_the_other_half_is_predicted():
   assert np.abs(errors(CONSTANTS)[~FIT]).mean() < 0.15
 
 
-_DOCS = pathlib.Path(__file__).parents[2] / "docs"
-
-
 def test_the_pages_have_every_error():
-  assert (_DOCS / "published.csv").read_text() == table(), table()
+  assert table() == _PUBLISHED, table()
   page = " ".join((_DOCS / "planner.md").read_text().split())
   found = [np.abs(errors(CONSTANTS)[half]).mean() for half in (FIT, ~FIT)]
   text = "{:.0%} of the fit half, and {:.0%} of the other".format(*found)

@@ -27,6 +27,8 @@ def test_text():
     f"     0 |{'#' * 56}| 6!",
     f"     1 |{'#' * 38:<56}| 4",
   ]
+  ids = IDS.reshape(2, 2, 1, 2)
+  assert plot_routing(SIZES, ids) == plot_routing(SIZES, IDS)
 
 
 def test_loads_are_the_rows_that_prepare_would_count():
@@ -44,11 +46,6 @@ def test_many_experts_and_ranks_fit_a_screen():
   assert len(lines) == 32 + 32 + 3
   assert max(map(len, lines)) <= 80
   assert "column is 4" in lines[33] and "line is 4" in lines[33]
-
-
-def test_leading_dims():
-  ids = IDS.reshape(2, 2, 1, 2)
-  assert plot_routing(SIZES, ids) == plot_routing(SIZES, IDS)
 
 
 def test_png(tmp_path):

@@ -13,10 +13,7 @@ from cases import Case
 import ep
 from ep.testing._routings import ROUTINGS
 from groups import E, layer, ranks, spec, with_values
-
-
-def handle_of(ops):
-  return ops.handle
+from op_functions import handle_of
 
 
 def check_summary(summary, case, which):

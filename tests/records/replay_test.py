@@ -83,8 +83,7 @@ def test_bad_files_are_errors(tmp_path):
     (b"", "truncated or damaged"),
     (
       whole.replace(
-        b"ep.record 1".decode().encode("utf-32-le"),
-        b"ep.record 2".decode().encode("utf-32-le"),
+        "ep.record 1".encode("utf-32-le"), "ep.record 2".encode("utf-32-le")
       ),
       "truncated",
     ),

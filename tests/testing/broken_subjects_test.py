@@ -174,25 +174,29 @@ def sends_scales_to_other_rows(setting, dispatch, combine):
   return _with("scales", dispatch, lambda x: x.at[:2].set(x[1::-1])), combine
 
 
+def _ones_in_scales(dispatch, where):
+  """Returns `dispatch` with scales of 1 in the rows `where(received)`."""
+
+  def filled(received):
+    scales = jnp.where(where(received), 1, received.scales)
+    return received._replace(scales=scales.astype(received.scales.dtype))
+
+  return _then(dispatch, filled)
+
+
 @_breaks("scales", r"^scales: rank \d, .* in the tail, column 0 is \S+, but")
 def leaves_scales_in_the_tail(setting, dispatch, combine):
-  def written(received):
-    filled = jnp.where(_in_slabs(received), received.scales, 1)
-    return received._replace(scales=filled.astype(received.scales.dtype))
-
-  return _then(dispatch, written), combine
+  return _ones_in_scales(dispatch, lambda r: ~_in_slabs(r)), combine
 
 
 @_breaks(
   "scales", r"^scales: rank \d, expert \d+, row \d+ \(padding\), column 0 is"
 )
 def pads_scales_with_ones(setting, dispatch, combine):
-  def padded(received):
-    padding = _in_slabs(received) & (received.weights == 0)[:, None]
-    filled = jnp.where(padding, 1, received.scales)
-    return received._replace(scales=filled.astype(received.scales.dtype))
+  def is_padding(received):
+    return _in_slabs(received) & (received.weights == 0)[:, None]
 
-  return _then(dispatch, padded), combine
+  return _ones_in_scales(dispatch, is_padding), combine
 
 
 @_breaks(
