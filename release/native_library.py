@@ -79,8 +79,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
     file
     for folder in _FOLDERS
     for file in sorted(native.joinpath(folder).glob("*.cc"))
-    if not file.name.endswith("_test.cc")
-    and file.name != "cuda.cc"
+    if not file.name.endswith("_test.cc") and file.name != "cuda.cc"
   ]
 
   def compile(number: int, source: pathlib.Path) -> pathlib.Path:

@@ -43,9 +43,10 @@ def _summed(arrays: Any, axes: _Axes, psum: _Psum) -> Any:
   `lax.psum` runs once. Another `psum` gets the arrays one by one: with a vector
   of all, XLA fuses differently in each view, and rounds differently.
   """
-  if not axes or psum is not lax.psum:
-    return psum(arrays, axes) if axes else arrays
-  flat, unravel = ravel_pytree(arrays)
+  if not axes:
+    return arrays
+  in_order = psum is not lax.psum
+  flat, unravel = (arrays, lambda x: x) if in_order else ravel_pytree(arrays)
   return unravel(psum(flat, axes))
 
 
@@ -262,9 +263,9 @@ def _imbalance(
 def _mean(values: jax.Array, mask: jax.Array | None) -> _Terms:
   """Returns the terms of the mean where `mask` is True, which is 0 without any.
 
-  The values are finite. Without a mask the terms are the means of ranks, divided
-  by the number of ranks after the sum. That is exact if the number is a power of
-  two. So a mean of such means, of fewer ranks each, has the bits of one mean.
+  The values are finite. Without a mask the terms are the means of ranks, which
+  are divided by the number of ranks after the sum: exactly, if the number is a
+  power of two. A mean of such means, of fewer ranks each, then has the same bits.
   """
   if mask is None:
     sums = values.sum() / max(values.size, 1), jnp.ones(())

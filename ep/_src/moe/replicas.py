@@ -191,8 +191,8 @@ class Replicas:
         return ep_prepare(layer, ids)
 
     def of(x: jax.Array) -> jax.Array:
-      # In the backward pass `vary_together` is a collective. In the loop,
-      # XLA:CPU would not order it beside our op (ep.assert_ordered_collectives).
+      # In the backward pass `vary_together` is a collective. In the loop, XLA
+      # on CPUs would not order it beside our op (ep.assert_ordered_collectives).
       x, _ = compat.vary_together(x, self.copies)
       rows = -(-math.prod(x.shape[1:]) // hidden)
       num_parts = -(-rows // (most or rows))
