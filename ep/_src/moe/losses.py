@@ -265,7 +265,7 @@ def _mean(values: jax.Array, mask: jax.Array | None) -> _Terms:
 
   The values are finite. Without a mask the terms are the means of ranks, which
   are divided by the number of ranks after the sum: exactly, if the number is a
-  power of two. A mean of such means, of fewer ranks each, then has the same bits.
+  power of two. A mean of such means, of fewer ranks each, has the same bits.
   """
   if mask is None:
     sums = values.sum() / max(values.size, 1), jnp.ones(())

@@ -192,7 +192,7 @@ class Replicas:
 
     def of(x: jax.Array) -> jax.Array:
       # In the backward pass `vary_together` is a collective. In the loop, XLA
-      # on CPUs would not order it beside our op (ep.assert_ordered_collectives).
+      # on CPUs would not order it and our op (ep.assert_ordered_collectives).
       x, _ = compat.vary_together(x, self.copies)
       rows = -(-math.prod(x.shape[1:]) // hidden)
       num_parts = -(-rows // (most or rows))
