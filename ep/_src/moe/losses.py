@@ -200,15 +200,14 @@ def _sequence_balance(
   )
   parts = _per_token(op, logits, topk_idx, score, mask)
   choices, scores, tokens = (x.sum(logits.ndim - 2) for x in parts)
-  return _mean(
-    _imbalance(choices, scores, tokens), None if mask is None else tokens > 0
-  )
+  imbalance = _imbalance(choices, scores, tokens)
+  return _mean(imbalance, tokens > 0, mask is None)
 
 
 def _logit_size(logits: jax.Array, mask: jax.Array | None) -> _Terms:
   """Returns the terms of `router_z_loss`."""
   logits = router.masked_float32("router_z_loss", logits, mask)
-  return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask)
+  return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask, mask is None)
 
 
 def _score_entropy(logits: jax.Array, mask: jax.Array | None) -> _Terms:
@@ -217,7 +216,7 @@ def _score_entropy(logits: jax.Array, mask: jax.Array | None) -> _Terms:
   logs = jax.nn.log_softmax(logits)
   scores = jnp.exp(logs)
   terms = scores * jnp.where(scores > 0, logs, 0.0)
-  return _mean(-terms.sum(axis=-1), mask)
+  return _mean(-terms.sum(axis=-1), mask, mask is None)
 
 
 def _per_token(
@@ -260,19 +259,20 @@ def _imbalance(
   return scores.shape[-1] * (f * p).sum(axis=-1)
 
 
-def _mean(values: jax.Array, mask: jax.Array | None) -> _Terms:
+def _mean(values: jax.Array, mask: jax.Array | None, of_ranks: bool) -> _Terms:
   """Returns the terms of the mean where `mask` is True, which is 0 without any.
 
-  The values are finite. Without a mask the terms are the means of ranks, which
+  The values are finite. If `of_ranks`, the terms are the means of ranks, which
   are divided by the number of ranks after the sum: exactly, if the number is a
   power of two. A mean of such means, of fewer ranks each, has the same bits.
   """
-  if mask is None:
-    sums = values.sum() / max(values.size, 1), jnp.ones(())
-  else:
-    counts = _counts(values, mask)
-    sums = (values * counts).sum(), counts.sum()
-  return _Terms(sums, lambda total, count: total / jnp.maximum(count, 1.0))
+  counts = _counts(values, mask)
+  total, count = (values * counts).sum(), counts.sum()
+  if of_ranks:
+    total, count = total / jnp.maximum(count, 1.0), jnp.ones(())
+  return _Terms(
+    (total, count), lambda total, count: total / jnp.maximum(count, 1.0)
+  )
 
 
 def _counts(values: jax.Array, mask: jax.Array | None) -> jax.Array:
