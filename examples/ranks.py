@@ -62,7 +62,7 @@ def num_ranks() -> int:
 
 
 def make_mesh(dp: int | None = None, ep: int | None = None) -> Mesh:
-  """Returns a (dp, ep) mesh; the flags are the default sizes."""
+  """Returns a (dp, ep) mesh; the flags are the sizes that are not passed."""
   sizes = dp or DP.value, ep or EP.value
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the site of the pages: build.py OUT.
+"""Builds the documentation site in the folder OUT: build.py OUT.
 
 The pages are written for a code host. Sphinx reads a changed copy of them:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the object under test in one setting, with its derivatives.
+"""Runs the object under test, and its derivatives, with one configuration.
 
 A `Trial` compiles a function, and a program for each of its derivatives. The
 function takes `(route, inputs)`, global arrays whose leading axis is split over

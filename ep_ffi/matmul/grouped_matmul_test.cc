@@ -274,7 +274,7 @@ class GroupedMatmulTest : public ::testing::TestWithParam<const Kernels*> {
 INSTANTIATE_TEST_SUITE_P(AllKernels, GroupedMatmulTest,
                          ::testing::ValuesIn(SupportedKernels()));
 
-// The bits of a row depend only on that row and its matrix.
+// The bits of an output row depend only on its input row and its matrix.
 TEST_P(GroupedMatmulTest, EqualsPlainLoopsForAllShapes) {
   Check(kernels_, {40, 17, {33, 5}, {3, 0, 9, 20}, {}});
   Check(kernels_, {200, 70, {9, 4}, {20, 151, 5}, {}});

@@ -91,7 +91,7 @@ def test_ranks_of_both_hosts_exchange_rows(job):
 
 
 def test_a_pulled_cable_is_an_error_on_both_sides(job):
-  """Each launcher names the other host."""
+  """Each launcher's error names the other host."""
   assert job.codes == [1, 1]
   assert "host 1 (10.64.0.2) is out of reach" in job.outputs[0]
   assert "host 0 (10.64.0.1) is out of reach" in job.outputs[1]

@@ -148,7 +148,7 @@ def test_drops_are_those_of_the_steps():
   "exponent, always", [(1.2, 0), (3, 1), (5, 1), (100, 2)]
 )
 def test_no_choice_of_concentrated_loads_is_lost(exponent, always):
-  """A token chooses K distinct experts, so the hot experts get T rows each."""
+  """Each token chooses all K hot experts, so each of them gets T rows."""
   cfg = dataclasses.replace(CFG, num_experts=8, top_k=2)
   found = forecast(cfg, cluster(), f"zipf:{exponent}", tokens_per_rank=T)
   tokens = 8 * T

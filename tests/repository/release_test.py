@@ -68,7 +68,7 @@ def test_a_registry_gets_no_module_without_maintainers(tmp_path):
 
 
 def test_the_version_of_the_module_has_notes():
-  """The version's section, or the unreleased one, becomes the notes."""
+  """The notes are the section of the version, or the unreleased one."""
   version = release.find_version()
   changelog = (_ROOT / "CHANGELOG.md").read_text()
   changelog = changelog.replace("[Unreleased]", f"[{version}] - 2026-01-02")

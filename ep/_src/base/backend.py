@@ -41,7 +41,7 @@ class CannotServe(ValueError):
 
 
 class GroupMemory(NamedTuple):
-  """Host memory in bytes.
+  """The host memory of a group, in bytes.
 
   Attributes:
     reserved: address space.

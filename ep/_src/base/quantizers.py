@@ -137,7 +137,7 @@ def dequantize(
 def multiply(
   rows: jax.Array, factors: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-  """Returns the rows that `dequantize` returns, given `factors(scales)`."""
+  """Dequantizes rows; `factors(scales)` are the multipliers of the blocks."""
   is_default = rows.dtype == jnp.float8_e4m3fn
   blocks = _blocks(_values(rows) if is_default else rows, factors.shape[-1])
   products = blocks * factors[..., None]

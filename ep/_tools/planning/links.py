@@ -42,8 +42,8 @@ def hierarchical(demand: Demand) -> np.ndarray:
   """Returns the traffic of tokens sent once per node, then once per rank."""
   D, P, N = demand.nodes.shape
   G = P // N
-  # A token of GPU g enters a node at the node's GPU g. The axes are [domain,
-  # source node, g, destination node, destination GPU].
+  # A token from GPU g of one node arrives at GPU g of another node. The axes:
+  # [domain, source node, g, destination node, destination GPU].
   fans_out = demand.ranks.reshape(D, N, G, N, G)
   local = np.einsum("dngmg->dmg", fans_out)
   crosses = demand.nodes.reshape(D, N, G, N) * (1 - np.eye(N))[:, None]

@@ -94,7 +94,7 @@ __device__ void WriteReport(Report* report, const Outcome& outcome,
   *static_cast<volatile uint64_t*>(&report->ticket) = ticket;
 }
 
-// Writes the number of an op to a count in host memory.
+// Writes the sequence number of an op to a counter in host memory.
 __device__ void CountOp(uint64_t number, uint64_t* count) {
   *static_cast<volatile uint64_t*>(count) = number;
 }

@@ -86,7 +86,7 @@ struct Contribution {
   std::function<TracedRows()> moved;
 };
 
-// The post of a rank.
+// The arguments and the callback with which a rank joins an exchange.
 struct Part {
   bool is_posted = false;
   double came_at = 0;  // see Trace::Time
@@ -153,7 +153,7 @@ class Pending {
   std::vector<const Exchange*> FindBegunBy(double time) const;
 
  private:
-  // Exchanges of equal keys are in the order of their beginnings.
+  // Exchanges of equal keys are sorted by their start, the earliest first.
   using Entries = std::multimap<Key, ExchangePtr>;
 
   // Returns the entry that `Find` finds, or end().

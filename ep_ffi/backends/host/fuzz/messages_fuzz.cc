@@ -103,7 +103,7 @@ std::vector<int> Descriptors(uint8_t kind) {
   }
 }
 
-// Returns a message in the format of an input.
+// Encodes a message as an input of the fuzzer.
 std::string Record(const Message& message, const std::string& text) {
   const std::string bytes = Encode(message, text);
   const char kind = message.type == Message::kSegment;  // see Descriptors
