@@ -269,7 +269,7 @@ def _mean(values: jax.Array, mask: jax.Array | None, of_ranks: bool) -> _Terms:
   counts = _counts(values, mask)
   total, count = (values * counts).sum(), counts.sum()
   if of_ranks:
-    total, count = total / jnp.maximum(count, 1.0), jnp.ones(())
+    total, count = total / jnp.maximum(count, 1.0), jnp.ones_like(count)
   return _Terms(
     (total, count), lambda total, count: total / jnp.maximum(count, 1.0)
   )
