@@ -102,6 +102,11 @@ ranks.require(
   lambda hidden: hidden % model.HEAD == 0,
 )
 ranks.require(
+  "hidden wire",
+  "hidden must be a multiple of 128 with fp8_block128",
+  lambda hidden, wire: wire != "fp8_block128" or hidden % 128 == 0,
+)
+ranks.require(
   "warmup decay_steps",
   "warmup must be shorter than decay_steps",
   lambda warmup, decay_steps: warmup < decay_steps,
@@ -282,11 +287,11 @@ def train(
         if not bar.disable:
           bar.write(f"step {n}: saved in {out}", file=sys.stdout)
 
-  losses = [each["loss"] for each in records[-20:]]
-  say(
-    f"loss {sum(losses) / max(1, len(losses)):.3f} in the last 20 steps,"
-    f" {held_out(state):.3f} nats per byte on text that was held out"
-  )
+  reached = f"{held_out(state):.3f} nats per byte on text that was held out"
+  if losses := [each["loss"] for each in records[-20:]]:
+    mean = sum(losses) / len(losses)
+    reached = f"loss {mean:.3f} in the last {len(losses)} steps, {reached}"
+  say(reached)
   return state, records
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The build hook of our wheels: adds the native library and the platform tag.
 
-If Bazel has put a library into the package, the hook takes this library.
-Otherwise the hook compiles the library for CPUs, with the C++ compiler $CXX
+Bazel puts a library into the package, and builds it without the sources. With
+the sources, the hook compiles the library for CPUs, with the C++ compiler $CXX
 (default: c++) and $CXXFLAGS, against the FFI headers of the installed jaxlib.
 For an editable installation, the hook writes the library into the checkout,
 beside the modules.
@@ -40,7 +40,7 @@ class NativeLibrary(BuildHookInterface):
   """Hatchling's hook for a wheel."""
 
   def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-    """Compiles the library if there is none, and sets the tag of the wheel.
+    """Compiles the library from sources, if any, and sets the wheel's tag.
 
     The tag has no Python ABI, because ctypes loads the library.
     """
@@ -48,12 +48,9 @@ class NativeLibrary(BuildHookInterface):
     platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
     build_data["tag"] = f"py3-none-{platform}"
     build_data["pure_python"] = False
-    packages = self.build_config.packages
     if version == "editable":
       _build(root, root / "ep" / _NAME)
-    elif not any(
-      list(root.glob(f"{package}/libep_ffi_*.so")) for package in packages
-    ):
+    elif (root / "ep_ffi").exists():  # Bazel's tree has a library, no sources
       self._folder = tempfile.TemporaryDirectory()
       library = pathlib.Path(self._folder.name, _NAME)
       _build(root, library)

@@ -15,18 +15,18 @@ def read(path: str) -> str:
 
 
 def pins(path: str) -> set[str]:
-  """Returns the requirements in a file, without markers and hashes."""
-  lines = read(path).splitlines()
-  return {line.split(" ")[0] for line in lines if "==" in line}
+  """Returns the requirements in a file."""
+  return {line for line in read(path).splitlines() if "==" in line}
 
 
 def main() -> None:
   project = tomllib.loads(read("pyproject.toml"))
   # The sdist and Bazel compile against the same headers, from the oldest JAX
-  # that ep supports. The lock has this JAX for the oldest Python.
+  # that ep supports: the first one in the lock, which pip.bzl takes.
   _, jaxlib = project["build-system"]["requires"]
-  locked = pins("third_party/py/requirements_lock.txt")
-  assert jaxlib in locked, f"{jaxlib} is not in the lock"
+  lock = read("third_party/py/requirements_lock.txt").splitlines()
+  locked = next(line for line in lock if line.startswith("jaxlib=="))
+  assert locked.split(" ")[0] == jaxlib, f"{jaxlib}, but the lock has {locked}"
   jax, _ = project["project"]["dependencies"]
   assert jax == jaxlib.replace("jaxlib==", "jax>="), f"{jax}, but {jaxlib}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs JAX's coordination service: coordinator.py ADDRESS PROCESSES.
+"""Runs JAX's coordination service: _coordinator.py ADDRESS PROCESSES.
 
 By default JAX runs the service in rank 0. When rank 0 dies, JAX aborts all
 other ranks before they can report an error. This service outlives every rank,

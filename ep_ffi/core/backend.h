@@ -68,7 +68,7 @@ struct Layer {
   bool drop;  // overflow policy
   Tail tail;
   int64_t fingerprint = 0;  // a hash of the layer's and group's configurations
-  bool checked = false;     // see ep/_src/base/checked.py
+  bool checked = false;     // see ep/_src/base/contexts.py
   int64_t wire = 0;       // fp8 transport: an index of WIRES of base/config.py
   std::string name = {};  // for messages
 };

@@ -156,7 +156,8 @@ def dense_layer(
   """Computes an `ep.MoE` of one expert, without routing."""
   hidden = jax.nn.silu(x @ params["w_gate"][0]) * (x @ params["w_up"][0])
   zeros = dict.fromkeys(ep.moe.Metrics._fields, jnp.zeros(()))
-  metrics = ep.moe.Metrics(**zeros | {"load": jnp.ones(1)})
+  own = {"load": jnp.ones(1), "drops": jnp.zeros(1, jnp.int32)}
+  metrics = ep.moe.Metrics(**zeros | own)
   return hidden @ params["w_down"][0], metrics
 
 

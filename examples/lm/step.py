@@ -109,7 +109,7 @@ class Step:
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        check_vma=False,  # each rank computes the gradient of its own shard
+        check_vma=False,  # each rank's gradient is of its shard alone
       )
       return jax.jit(ranks, **options)
 
@@ -182,7 +182,7 @@ def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
       logits, batch[:, 1:]
     ).mean()
     # The routers' losses are means over the ranks. JAX differentiates the sum
-    # of all ranks' copies, so each rank gets the gradient of its own shard.
+    # of all ranks' copies, so each rank gets the gradient of its shard alone.
     total = (
       loss
       + config.aux_loss * experts.aux_loss.sum()
@@ -201,7 +201,7 @@ def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
     aux_loss=experts.aux_loss * (ranks * share),
     entropy=experts.entropy * (ranks * share),
     load=experts.load,
-    dropped=experts.drops.sum(axis=-1),
+    dropped=experts.dropped,
   )
 
 

@@ -106,6 +106,7 @@ def parse(monkeypatch):
     ("--num_experts=5", "num_experts must be a multiple of ep"),
     ("--top_k=5", "top_k must not exceed num_experts"),
     ("--hidden=48", "hidden must be a multiple of 32"),
+    ("--wire=fp8_block128", "hidden must be a multiple of 128"),
     ("--warmup=600", "warmup must be shorter than decay_steps"),
     ("--plot=run.txt", "must end with .png, .svg or .pdf"),
   ],

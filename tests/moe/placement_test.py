@@ -130,7 +130,7 @@ def test_moe_layer_takes_slots_and_refuses_other_ids():
   idx[4, 1] = E  # a slot, but no expert
   with failing(of_slots) as error:
     run(E + R, placement)
-  assert "topk_idx[" in str(error.value)
+  assert f"topk_idx[4, 1] = {E + R}" in str(error.value)
 
 
 @pytest.mark.parametrize(

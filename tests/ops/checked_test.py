@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import Case, global_view
+from cases import assert_same, Case, global_view
 import ep
 from ep._src.base import contexts
 from groups import BACKEND, GPU, layer, of_one_process
@@ -111,6 +111,26 @@ def test_jax_debug_nans_finds_a_nan_of_the_data(mode):
   with ep.checked(False), jax.debug_nans(True):
     with pytest.raises(FloatingPointError, match="nan"):
       call(*map(case.put, inputs))
+
+
+def exchanges_and_back(ops, tokens, weights, rows):
+  recv = ops.dispatch(tokens, weights)
+  g = ops.dispatch_bwd((tokens, weights), recv)
+  return recv, g, ops.combine_bwd((rows,), tokens)
+
+
+@of_one_process
+@pytest.mark.parametrize(
+  "option", [jax.debug_nans, jax.debug_infs], ids=["nans", "infs"]
+)
+def test_the_tail_is_zero_under_a_debug_option(option):
+  """Each call jits anew: JAX does not trace again when an option changes."""
+  case = Case(layer(tail="unspecified", alignment=2), "one_token")
+  inputs = case.tokens(), case.weights(), case.rows()
+  call = jax.jit(global_view(case.layer, exchanges_and_back))
+  with option(True):
+    actual = call(*map(case.put, (case.topk_idx, *inputs)))
+    assert_same(actual, exchanges_and_back(case.oracle, *inputs))
 
 
 @of_one_process

@@ -136,7 +136,7 @@ def check(case, draw):
 def reproducer(seed, index):
   """Returns the command that repeats this case."""
   launcher = (
-    f"-m ep.launch --num_processes={os.environ['JAX_NUM_PROCESSES']} "
+    f"-m ep launch --num_processes={os.environ['JAX_NUM_PROCESSES']} "
     if "JAX_NUM_PROCESSES" in os.environ
     else ""
   )

@@ -84,6 +84,11 @@ def carried(ops, tokens, weights):
   return lax.scan(step, ops.handle, jnp.float32(STEPS))[1]
 
 
+def checkpointed(ops, *inputs):
+  fn = jax.checkpoint(lambda handle, *x: closed_over(Ops(handle), *x))
+  return fn(ops.handle, *inputs)
+
+
 def with_grads(scan):
   def call(ops, tokens, weights, g):
     out, vjp = jax.vjp(lambda *x: scan(ops, *x), tokens, weights)
@@ -92,7 +97,7 @@ def with_grads(scan):
   return call
 
 
-@pytest.mark.parametrize("scan", [closed_over, carried])
+@pytest.mark.parametrize("scan", [closed_over, carried, checkpointed])
 def test_scan(case, scan):
   inputs = case.tokens(), case.weights(), case.tokens()
   actual = case.run(with_grads(scan), *inputs)

@@ -132,7 +132,11 @@ def everything(ops, weights, tokens, rows, row_weights):
 
 @pytest.mark.parametrize(
   "mesh, drop_by, rows, view",
-  [("dp2_ep2", "weight", 32, local_view), ("ep4", None, 40, global_view)],
+  [
+    ("dp2_ep2", "weight", 32, local_view),
+    ("ep4", None, 40, global_view),
+    ("dp2_ep2", "slot", 32, global_view),
+  ],
 )
 def test_policies(mesh, drop_by, rows, view):
   options = dict(drop_by=drop_by, alignment=8)
