@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 import random
 import time
-from typing import TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
 _WARMUP = 2
-_Name = TypeVar("_Name", bound=Hashable)
 
 
 def take_turns(
-  runs: Mapping[_Name, Callable[[], object]], rounds: int
-) -> dict[_Name, np.ndarray]:
+  runs: Mapping[str, Callable[[], object]], rounds: int
+) -> dict[str, np.ndarray]:
   """Returns each function's seconds in each round, on the slowest process.
 
   A round runs each function once, in random order, so that other work on the

@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from ep import presets
+from ep._tools.records import expert_loads
+from ep.testing._routings import ROUTINGS
 
 AXIS = "ep"
 SPEC = PartitionSpec(AXIS)
@@ -79,10 +81,8 @@ def _of_model(name: str, tokens: int, scale: int) -> Shape:
 
 def uniform(shape: Shape, ranks: int) -> np.ndarray:
   """Returns random experts `[P * T, K]`, the same on all processes."""
-  odds = np.random.default_rng(0).random(
-    (ranks * shape.tokens, shape.num_experts)
-  )
-  return odds.argsort(-1)[:, : shape.top_k].astype(np.int32)
+  size = ranks * shape.tokens, shape.top_k
+  return ROUTINGS["uniform"](np.random.default_rng(0), size, shape.num_experts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +141,8 @@ class Workload:
     if capacity_factor is not None:
       balanced = capacity_factor * shape.tokens * shape.top_k
       capacity = min(capacity, max(local, int(balanced)))
-    to_experts = np.stack(
-      [
-        np.bincount(part[part >= 0], minlength=shape.num_experts)
-        for part in choices.reshape(ranks, -1)
-      ]
+    to_experts = expert_loads.choices(
+      str(shape), choices, shape.num_experts, ranks
     )
     to_ranks = to_experts.reshape(ranks, ranks, local).sum(axis=-1)
     self.received = to_ranks.sum(axis=0)

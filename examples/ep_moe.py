@@ -196,7 +196,7 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
       mesh=mesh,
       in_specs=(SHARDING, TOKENS, TOKENS),
       out_specs=(REPLICATED, TOKENS, SHARDING),
-      check_vma=False,  # each rank computes the gradient of its own tokens
+      check_vma=False,  # each rank's gradient is of its tokens alone
     )
   )
 

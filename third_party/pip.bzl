@@ -9,7 +9,7 @@ lock.
 load(":python.bzl", "host_python")
 
 # The Python versions of the locks.
-PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+_PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 
 _LOCK_DOC = "Label of the lock, which has markers for every Python."
 
@@ -40,8 +40,8 @@ def _pip(rctx, python):
 
 def _pip_packages_impl(rctx):
     python = host_python(rctx)
-    if python.version not in PYTHONS:
-        fail("The locks are for Python {}, and this machine has {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, or, in a module that uses jax_ep, replace these packages by that module's: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(", ".join(PYTHONS), python.version))
+    if python.version not in _PYTHONS:
+        fail("The locks are for Python {}, and this machine has {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, or, in a module that uses jax_ep, replace these packages by that module's: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(", ".join(_PYTHONS), python.version))
     lock = rctx.path(rctx.attr.lock)
     rctx.watch(lock)  # pip reads the lock, so Bazel does not watch it otherwise
     rctx.report_progress("pip installs {}".format(lock.basename))

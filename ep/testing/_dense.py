@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 
 from ep.testing._compare import Expected, Where
 from ep.testing._declarations import Layer, Setting
-from ep.testing._trial import Oracle, Trial
+from ep.testing._trial import derivatives, Oracle, Trial
 
 
 class LayerTrial(Trial):
@@ -31,29 +31,18 @@ class LayerTrial(Trial):
       (topk_idx,), (tokens, weights, params) = route, inputs
       return apply(params, tokens, topk_idx, weights), ()
 
-    def dense(topk_idx: jax.Array, inputs: Any) -> jax.Array:
-      tokens, weights, params = inputs
+    def dense(route: Any, inputs: Any) -> tuple[jax.Array, tuple[()]]:
+      (topk_idx,), (tokens, weights, params) = route, inputs
       rows = jnp.stack([layer.expert(params, e, tokens) for e in experts])
       chosen = jax.nn.one_hot(topk_idx, len(experts), dtype=jnp.float32)
-      return jnp.einsum("nke,nk,enh->nh", chosen, weights, rows)
+      return jnp.einsum("nke,nk,enh->nh", chosen, weights, rows), ()
 
-    def pullback(topk_idx: jax.Array, inputs: Any, g: jax.Array) -> Any:
-      (grads,) = jax.vjp(lambda x: dense(topk_idx, x), inputs)[1](g)
-      return grads
-
-    def pushforward(topk_idx: jax.Array, inputs: Any, tangents: Any) -> Any:
-      return jax.jvp(lambda x: dense(topk_idx, x), (inputs,), (tangents,))[1]
-
-    def second_pullback(
-      topk_idx: jax.Array, inputs: Any, g: jax.Array, cotangents: Any
-    ) -> Any:
-      vjp = jax.vjp(lambda *x: pullback(topk_idx, *x), inputs, g)[1]
-      return vjp(cotangents)
-
-    self.dense = _precisely(dense)
-    self.dense_pullback = _precisely(pullback)
-    self.dense_pushforward = _precisely(pushforward)
-    self.dense_second_pullback = _precisely(second_pullback)
+    (
+      self.dense,
+      self.dense_pullback,
+      self.dense_pushforward,
+      self.dense_second_pullback,
+    ) = map(_precisely, (dense, *derivatives(dense)))
     super().__init__(setting, function)
 
   def oracle(self, topk_idx: np.ndarray) -> DenseOracle:
@@ -79,22 +68,22 @@ class DenseOracle(Oracle):
     return tokens, weights, self._trial.params
 
   def output(self, inputs: Any) -> Expected:
-    return self._tokens(self._trial.dense(*self.route, inputs))
+    out, _ = self._trial.dense(self.route, inputs)
+    return self._tokens(out)
 
   def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
-    grads = self._trial.dense_pullback(*self.route, inputs, g)
+    grads, _ = self._trial.dense_pullback(self.route, inputs, g)
     return self._by_name(grads)
 
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
-    return self._tokens(
-      self._trial.dense_pushforward(*self.route, inputs, tangents)
-    )
+    tangent, _ = self._trial.dense_pushforward(self.route, inputs, tangents)
+    return self._tokens(tangent)
 
   def second_pullback(
     self, inputs: Any, g: np.ndarray, cotangents: Any
   ) -> dict[str, Expected]:
     grads, g_g = self._trial.dense_second_pullback(
-      *self.route, inputs, g, cotangents
+      self.route, inputs, g, cotangents
     )
     return self._by_name(grads) | {"g": self._tokens(g_g)}
 
@@ -126,12 +115,12 @@ class DenseOracle(Oracle):
 
 
 def _precisely(fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Compiles `fn(topk_idx, *args)` for float32 arguments, without TF32."""
+  """Compiles `fn(route, *args)` for float32 arguments, without TF32."""
   compiled = jax.jit(fn)
 
-  def call(topk_idx: Any, *args: Any) -> Any:
+  def call(route: Any, *args: Any) -> Any:
     args = jax.tree.map(lambda x: np.asarray(x, np.float32), args)
     with jax.default_matmul_precision("highest"):
-      return compiled(topk_idx, *args)
+      return compiled(route, *args)
 
   return call

@@ -74,6 +74,34 @@ class Oracle(abc.ABC):
     return f"rank {rank}, token {t} (of experts {experts})"
 
 
+def derivatives(
+  function: Callable[[Any, Any], tuple[Any, Any]],
+) -> tuple[Callable[..., Any], ...]:
+  """Returns pullback, pushforward and second pullback of `function`.
+
+  `function(route, inputs)` returns an output, which is differentiated, and
+  auxiliary results, which the first two also return.
+  """
+
+  def pullback(route: Any, inputs: Any, g: Any) -> tuple[Any, Any]:
+    _, vjp, received = jax.vjp(
+      lambda *x: function(route, x), *inputs, has_aux=True
+    )
+    return vjp(g), received
+
+  def pushforward(route: Any, inputs: Any, tangents: Any) -> tuple[Any, Any]:
+    _, tangent, received = jax.jvp(
+      lambda *x: function(route, x), inputs, tangents, has_aux=True
+    )
+    return tangent, received
+
+  def second_pullback(route: Any, inputs: Any, g: Any, cotangents: Any) -> Any:
+    _, vjp = jax.vjp(lambda *x: pullback(route, *x)[0], inputs, g)
+    return vjp(cotangents)
+
+  return pullback, pushforward, second_pullback
+
+
 class Trial(abc.ABC):
   """The object under test, built for one setting."""
 
@@ -81,32 +109,11 @@ class Trial(abc.ABC):
     self, setting: Setting, function: Callable[[Any, Any], tuple[Any, Any]]
   ):
     self.setting = setting
-
-    def pullback(route: Any, inputs: Any, g: Any) -> tuple[Any, Any]:
-      _, vjp, received = jax.vjp(
-        lambda *x: function(route, x), *inputs, has_aux=True
-      )
-      return vjp(g), received
-
-    def pushforward(route: Any, inputs: Any, tangents: Any) -> tuple[Any, Any]:
-      _, tangent, received = jax.jvp(
-        lambda *x: function(route, x), inputs, tangents, has_aux=True
-      )
-      return tangent, received
-
-    def second_pullback(
-      route: Any, inputs: Any, g: Any, cotangents: Any
-    ) -> Any:
-      _, vjp = jax.vjp(lambda *x: pullback(route, *x)[0], inputs, g)
-      return vjp(cotangents)
-
+    programs = [jax.jit(f) for f in (function, *derivatives(function))]
+    self._function = programs[0]
     # Each takes an oracle, inputs, and more arguments; see `_run`.
-    self._function = jax.jit(function)
-    self.forward = functools.partial(self._run, self._function)
-    self.pullback = functools.partial(self._run, jax.jit(pullback))
-    self.pushforward = functools.partial(self._run, jax.jit(pushforward))
-    self.second_pullback = functools.partial(
-      self._run, jax.jit(second_pullback)
+    self.forward, self.pullback, self.pushforward, self.second_pullback = (
+      functools.partial(self._run, program) for program in programs
     )
     self._replicate = jax.jit(
       _as_integers, out_shardings=NamedSharding(setting.mesh, PartitionSpec())

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA kernels, compiled ahead of time and embedded in a cc_library."""
 
-load("@rules_cc//cc:cc_library.bzl", "cc_library")
-load("//ep_ffi:copts.bzl", "EP_COPTS")
+load("//ep_ffi:cc.bzl", "ep_cc_library")
 
 def _kernel_sources_impl(ctx):
     src = ctx.file.src
@@ -62,10 +61,8 @@ def cuda_kernels(name, src, hdrs = []):
         source = name + ".cc",
         tags = ["manual"],  # built only with the library
     )
-    cc_library(
+    ep_cc_library(
         name = name,
         srcs = [name + ".cc"],
         hdrs = [name + ".h"],
-        copts = EP_COPTS,
-        linkstatic = True,  # EP_COPTS hide the array from other libraries
     )

@@ -60,8 +60,6 @@ class OpParams:
     connection: lowers the op.
     layer: the layer's configuration.
     num_tokens: T, tokens of this rank.
-    drop: whether `ep_prepare` drops rows past the capacity, or fails. The other
-      ops ignore it.
     tail: the rows that dispatch writes past the last slab: "zero",
       "unspecified" or, in checked mode, "nan".
     checked: whether the op was traced in checked mode.
@@ -71,10 +69,14 @@ class OpParams:
   connection: Connection = dataclasses.field(repr=False)
   layer: LayerConfig
   num_tokens: int
-  drop: bool
   tail: str
   checked: bool
   in_trace: bool
+
+  @property
+  def drop(self) -> bool:
+    """Whether `ep_prepare` drops rows past the capacity, or fails."""
+    return self.layer.overflow != "error"
 
   @property
   def capacity(self) -> int:

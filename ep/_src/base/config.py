@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 
@@ -45,6 +45,20 @@ _OF_PROGRAMS = (
   "hidden_dim",
   "max_token_dtype",
 )
+
+
+class NotCopied:
+  """An immutable object whose copies are the object itself.
+
+  A copy of a group could close the group, and would repeat its program names.
+  Copies of the functions in a `MoEConfig` would not be equal.
+  """
+
+  def __copy__(self) -> Self:
+    return self
+
+  def __deepcopy__(self, memo: Any) -> Self:
+    return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,10 +370,8 @@ class LayerConfig:
   @property
   def fingerprint(self) -> int:
     """A 63-bit hash of layer and group; equal on all processes."""
-    own = {name: str(value) for name, value in vars(self).items()}
-    texts = self.group.texts() | own
-    del texts["group"]
-    digest = hashlib.sha256(repr(texts).encode()).digest()
+    own = {n: str(v) for n, v in vars(self).items() if n != "group"}
+    digest = hashlib.sha256(repr(self.group.texts() | own).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
   def worst_case(self, num_tokens: int) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, contexts
 from ep._src.base.backend import Connection, GroupMemory, OpParams
-from ep._src.base.config import GroupConfig, LayerConfig
+from ep._src.base.config import GroupConfig, LayerConfig, NotCopied
 from ep._src.base.meshes import Mesh
 from ep._src.group import ending
 
@@ -34,21 +34,8 @@ class _Held(Generic[_T]):
     return self if holder is None else getattr(holder.config, self._name)
 
 
-class _NotCopied:
-  """An object whose copies are the object itself.
-
-  Python closes a group that it collects, and program names must be unique.
-  """
-
-  def __copy__(self) -> Self:
-    return self
-
-  def __deepcopy__(self, memo: Any) -> Self:
-    return self
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
-class EpGroup(_NotCopied):
+class EpGroup(NotCopied):
   """The EP domains of a mesh and their communicators. Made by `ep_bootstrap`.
 
   Frozen and hashable, so programs may close over it. As a context manager, it
@@ -161,7 +148,7 @@ class EpGroup(_NotCopied):
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
-class EpLayerConfig(_NotCopied):
+class EpLayerConfig(NotCopied):
   """The static configuration of one MoE layer. Frozen and hashable.
 
   Args:
@@ -310,7 +297,6 @@ class EpLayerConfig(_NotCopied):
       connection=self.group.connection,
       layer=self.config,
       num_tokens=num_tokens,
-      drop=self.overflow != "error",
       tail=contexts.tail(self.tail),
       checked=contexts.is_checked(),
       in_trace=contexts.in_trace.value,

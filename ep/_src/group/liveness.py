@@ -31,17 +31,17 @@ def announce() -> None:
     client.key_value_set(key, text, allow_overwrite=True)
 
 
-def dead(client: Any, processes: Collection[int]) -> list[int]:
-  """Returns which of the processes are known to have died; one request."""
-  if len(processes) == 1:
-    (process,) = processes
+def dead(client: Any, members: Collection[int]) -> list[int]:
+  """Returns which of these processes are known to have died; one request."""
+  if len(members) == 1:
+    (process,) = members
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # unpublished
       found = client.key_value_try_get(_key(process))
       return [] if _lives(found) else [process]
     return []
   found = client.key_value_dir_get(_key(""))
   published = {int(key.rpartition("/")[2]): text for key, text in found}
-  return [p for p in processes if p in published and not _lives(published[p])]
+  return [p for p in members if p in published and not _lives(published[p])]
 
 
 def _key(process: int | str) -> str:

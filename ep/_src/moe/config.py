@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 
 from ep._src.base import arguments, arrays, quantizers
-from ep._src.base.config import short_repr, WIRES
+from ep._src.base.config import NotCopied, short_repr, WIRES
 from ep._src.group.group import EpGroup, EpLayerConfig
 from ep._src.matmul import row_map
 from ep._src.moe import router
@@ -24,7 +24,7 @@ _FLAGS = (
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MoEConfig:
+class MoEConfig(NotCopied):
   """The configuration of a MoE layer: router, experts, shared experts.
 
   Frozen and hashable. It depends on no mesh and no batch size:
@@ -200,14 +200,6 @@ class MoEConfig:
     }
     return short_repr("MoEConfig", shown)
 
-  def __copy__(self) -> MoEConfig:
-    """Returns the object itself, which is immutable."""
-    return self
-
-  def __deepcopy__(self, memo: Any) -> MoEConfig:
-    """Returns the object itself: copies of its functions would not be equal."""
-    return self
-
   @property
   def experts(self) -> Experts:
     """The network of an expert."""
@@ -313,7 +305,7 @@ def exchange_of(
   return layer.replace(**changes)
 
 
-def room_for_mean(
+def capacity_for_mean(
   config: MoEConfig, layer: EpLayerConfig, num_tokens: int
 ) -> int | None:
   """Returns a capacity for the mean rows of the ranks; None if it may overflow.

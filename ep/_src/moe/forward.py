@@ -20,7 +20,7 @@ from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum
 from ep._src.moe import losses, parameters, router
 from ep._src.moe.chunks import through_experts
-from ep._src.moe.config import MoEConfig, room_for_mean
+from ep._src.moe.config import capacity_for_mean, MoEConfig
 from ep._src.moe.experts import SharedExpert
 from ep._src.moe.placement import Placement
 from ep._src.moe.replicas import Replicas
@@ -86,7 +86,7 @@ def of_rank(
   held = lax.axis_index(layer.group.axis_name) * L + arrays.iota(L)
   ids, capacity = topk_idx, None
   if config.replica_slots:
-    capacity = room_for_mean(config, layer, math.prod(x.shape[:-1]))
+    capacity = capacity_for_mean(config, layer, math.prod(x.shape[:-1]))
     replicas = Replicas.of(layer, config, topk_idx, placement)
     experts = replicas.copied(experts, config.hidden)
     ids, held = replicas.ids, replicas.experts

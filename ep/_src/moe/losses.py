@@ -34,20 +34,13 @@ class _Terms(NamedTuple):
 
   def over(self, axes: _Axes, psum: _Psum) -> jax.Array:
     """Returns the loss of all ranks of the axes."""
-    return self.loss(*_summed(self.sums, axes, psum))
+    return self.loss(*(psum(self.sums, axes) if axes else self.sums))
 
 
-def _summed(arrays: Any, axes: _Axes, psum: _Psum) -> Any:
-  """Returns the sums of a rank's float32 arrays over the axes.
-
-  `lax.psum` runs once. Another `psum` gets the arrays one by one: with a vector
-  of all, XLA fuses differently in each view, and rounds differently.
-  """
-  if not axes:
-    return arrays
-  in_order = psum is not lax.psum
-  flat, unravel = (arrays, lambda x: x) if in_order else ravel_pytree(arrays)
-  return unravel(psum(flat, axes))
+def _psum_once(arrays: Any, axes: _Axes) -> Any:
+  """Returns `lax.psum` of float32 arrays, as one collective."""
+  flat, unravel = ravel_pytree(arrays)
+  return unravel(lax.psum(flat, axes))
 
 
 def load_balancing_loss(
@@ -330,7 +323,7 @@ def measure(
     drops = drops.at[experts].add(dropped.sum(0, dtype=jnp.int32))
   rows = handle.total_recv_tokens.sum(dtype=jnp.int32)
   of_ranks = jnp.zeros(lax.axis_size(axes), jnp.int32)
-  sums = dict(
+  sums: dict[str, Any] = dict(
     load=load.reshape(-1, E).sum(axis=0),
     drops=_halves(drops),
     rows=_halves(of_ranks.at[lax.axis_index(axes)].set(rows)),
@@ -340,9 +333,11 @@ def measure(
     z_loss=_logit_size(logits, mask),
     entropy=_score_entropy(logits, mask),
   )
-  psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
-  sums, of_terms = _summed(
-    (sums, {name: term.sums for name, term in terms.items()}), axes, psum
+  # With one vector of all sums XLA fuses differently in each view, and rounds
+  # differently. So a deterministic layer sums one array after another.
+  psum = ordered_sum.ordered_psum if config.deterministic else _psum_once
+  sums, of_terms = psum(
+    (sums, {name: term.sums for name, term in terms.items()}), axes
   )
   return Metrics(
     load=sums["load"],

@@ -164,25 +164,19 @@ def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:
     )
 
 
-def call(
-  lib: ctypes.CDLL, function: str, *args: Any, op: str | None = None
+def _call(
+  backend: str, function: str, *args: Any, op: str | None = None
 ) -> None:
   """Calls a C function that can fail; see ep_ffi/core/export.h.
 
   Errors begin with `op`, a function of the user, unless it is None.
   """
-  error = ctypes.create_string_buffer(_ERROR_BYTES)
+  lib, error = library(backend), ctypes.create_string_buffer(_ERROR_BYTES)
   code = getattr(lib, function)(*args, error, ctypes.c_int64(_ERROR_BYTES))
   if code:
     kind = ValueError if code == _INVALID_ARGUMENT else NativeError
     text = error.value.decode()
     raise kind(f"{op}: {text}" if op else text)
-
-
-def _call(
-  backend: str, function: str, *args: Any, op: str | None = None
-) -> None:
-  call(library(backend), function, *args, op=op)
 
 
 class _HostProcess(ctypes.Structure):

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base.arrays import iota
-from ep._src.base.backend import OpParams
 from ep._src.base.config import LayerConfig
 
 
@@ -51,12 +50,12 @@ def dropped(
 
 
 def assign(
-  params: OpParams, topk_idx: jax.Array, weights: jax.Array
+  layer: LayerConfig, topk_idx: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Assigns rows to the choices of a rank. Collective over the EP domain.
 
   Args:
-    params: the parameters of the op.
+    layer: the layer's configuration.
     topk_idx: int [T, K], in -1..E-1 and distinct within a token.
     weights: float [T, K].
 
@@ -65,7 +64,7 @@ def assign(
     of the domain's choices of each local expert that are dropped.
   """
   # Layers that differ only by name share one traced function.
-  nameless = dataclasses.replace(params.layer, name="any")
+  nameless = dataclasses.replace(layer, name="any")
   kept: tuple[jax.Array, jax.Array] = _assign(nameless, topk_idx, weights)
   return kept
 

@@ -26,9 +26,8 @@ class Layout(NamedTuple):
   @classmethod
   def of(cls, rows: jax.Array, scales: jax.Array) -> Layout:
     """Returns the layout of rows [n, H] and scales [n, S]."""
-    return cls(
-      *(rows.shape[1], rows.dtype.name), *(scales.shape[1], scales.dtype.name)
-    )
+    H, S = rows.shape[1], scales.shape[1]
+    return cls(H, rows.dtype.name, S, scales.dtype.name)
 
 
 def pack(rows: jax.Array, scales: jax.Array) -> jax.Array:

@@ -137,9 +137,8 @@ def _prepare(
     leaves = primitives.bind(prepare_p, params, ids)
   *sizes, kept = leaves
   results: list[jax.Array] = [*sizes, kept.reshape(topk_idx.shape)]
-  if (callback := trace_callback.value) is None:
-    return results
-  results = callback(layer, topk_idx, topk_weights, results)
+  if (callback := trace_callback.value) is not None:
+    results = callback(layer, topk_idx, topk_weights, results)
   return results
 
 
@@ -157,7 +156,7 @@ def _assigned_prepare(
   *_, wanted_here, _, wanted, _ = first
 
   def assigned() -> list[jax.Array]:
-    chosen, dropped_counts = drop_policy.assign(params, ids, weights)
+    chosen, dropped_counts = drop_policy.assign(params.layer, ids, weights)
     *sizes, total, _, largest, kept = prepare_p.bind(chosen, params=params)
     failed = total < 0
     return [

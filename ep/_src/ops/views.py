@@ -199,17 +199,9 @@ def _program(
     of_rank = fn
     in_kinds, out_kinds = jax.tree.unflatten(tree, kinds)
 
-    def on_rank_arrays(
-      change: Callable[..., Any], kinds: Any, arrays: Any
-    ) -> Any:
-      def of_kind(kind: Any, xs: Any) -> Any:
-        return jax.tree.map(change, xs) if kind == RANK else xs
-
-      return jax.tree.map(of_kind, kinds, arrays)
-
     def of_ranks(*args: Any) -> Any:
-      args = on_rank_arrays(lambda x: x.reshape(x.shape[1:]), in_kinds, args)
-      return on_rank_arrays(lambda x: x[None], out_kinds, of_rank(*args))
+      args = _on_rank_arrays(lambda x: x.reshape(x.shape[1:]), in_kinds, args)
+      return _on_rank_arrays(lambda x: x[None], out_kinds, of_rank(*args))
 
     in_specs = _specs(group, in_kinds)
     mapped = jax.shard_map(
@@ -226,6 +218,15 @@ def _program(
     fn = of_arrays
   fn.__name__ = name
   return jax.jit(fn, inline=inline)
+
+
+def _on_rank_arrays(change: Callable[..., Any], kinds: Any, arrays: Any) -> Any:
+  """Applies `change` to the arrays of the kind RANK."""
+
+  def of_kind(kind: Any, xs: Any) -> Any:
+    return jax.tree.map(change, xs) if kind == RANK else xs
+
+  return jax.tree.map(of_kind, kinds, arrays)
 
 
 def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:

@@ -169,7 +169,7 @@ class Forecaster:
   def _products_s(self, rows: float) -> float:
     """Returns the time of the experts, forward and backward, at peak rate."""
     cfg = self.cfg
-    # Of a row, for each of the inner dimensions.
+    # A row needs this many operations for each inner dimension.
     flops = 6 * cfg.hidden * (3 if cfg.gated else 2)
     inner = rows * cfg.inner + self.tokens_per_rank * cfg.shared_inner
     return float(flops * inner / (self.cluster.tflops * 1e12))

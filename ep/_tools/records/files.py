@@ -154,7 +154,7 @@ def read_calls(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
     arguments.check(
       _are_sound(columns),
       f"ep.replay: {path}: layer {layer!r}",
-      "its columns differ from those of ep.record; remove the file, and"
+      "its columns differ from the columns of ep.record; remove the file, and"
       " the steps that it holds are missing.",
     )
   return layers

@@ -114,7 +114,7 @@ class Replay:
   ) -> np.ndarray:
     """Returns the weights of the choices in `topk_idx`, as float32.
 
-    The arguments are those of `topk_idx`. Dropped choices keep their weights.
+    Takes the same arguments as `topk_idx`. Dropped choices keep their weights.
 
     Raises:
       ValueError: as in `topk_idx`, or the weights were not recorded.

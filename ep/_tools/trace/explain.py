@@ -25,9 +25,8 @@ from ep._tools.trace import trace
 # _OF_LAST of the last rank's lateness. It is blamed if it is late in _SHARE of
 # the steps.
 _OF_STEP, _LATE_S, _OF_LAST, _SHARE = 0.1, 5e-3, 0.75, 0.5
-_MORE_ROWS = (
-  1.2  # a rank's rows are a cause if they are this many times the mean
-)
+# A rank's rows are a cause if they are this many times the mean.
+_MORE_ROWS = 1.2
 # The significance level: each of the two tests blames a rank of a trace without
 # a cause with at most this chance.
 _CHANCE = 0.05

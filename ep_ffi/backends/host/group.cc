@@ -57,6 +57,7 @@ void Post(const Call& call, const Place& place, Mover mover, Contribution c) {
   c.num_chunks = shared->num_chunks();
   c.run = [shared](const std::vector<Arrays>& ranks, int64_t chunk) {
     std::vector<RankRows> rows;
+    rows.reserve(ranks.size());
     for (const Arrays& rank : ranks) {
       rows.push_back({static_cast<const std::byte*>(rank.first),
                       static_cast<const float*>(rank.second)});

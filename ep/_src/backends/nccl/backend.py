@@ -58,9 +58,8 @@ class NcclBackend(Backend):
         f" {axis_name!r} has one; give the axis more devices."
       )
     of_process = collections.defaultdict(list)  # the domain of each of its GPUs
-    for domain, devices in enumerate(meshes.domains(mesh, axis_name)):
-      for device in devices:
-        of_process[device.process_index].append(domain)
+    for (domain, _), device in np.ndenumerate(meshes.domains(mesh, axis_name)):
+      of_process[device.process_index].append(domain)
     for process, domains in of_process.items():
       if len(domains) > 1 and _communicator() == "own":
         raise CannotServe(
