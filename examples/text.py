@@ -19,7 +19,7 @@ def standard_library() -> pathlib.Path:
 def read(path: pathlib.Path, limit: int, least: int = 0) -> np.ndarray:
   """Returns the first bytes of a file, or of a folder's files in name order.
 
-  Skips files with a zero byte, which are not text.
+  Skips files with a zero byte, which are not text, and links to nothing.
 
   Args:
     path: a file or folder.
@@ -55,4 +55,6 @@ def _files(path: pathlib.Path) -> Iterator[pathlib.Path]:
   for folder, folders, files in os.walk(path):
     folders.sort()
     for name in sorted(files):
-      yield pathlib.Path(folder, name)
+      file = pathlib.Path(folder, name)
+      if file.exists():
+        yield file

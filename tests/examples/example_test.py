@@ -97,6 +97,7 @@ def test_text_is_read_in_order_of_name_and_without_binaries(tmp_path):
   (tmp_path / "b" / "x").write_bytes(b"efg")
   (tmp_path / "a").write_bytes(b"abcd")
   (tmp_path / "binary").write_bytes(b"\0z")
+  (tmp_path / "dangling").symlink_to("nothing")
   read = text.read(tmp_path, 6)
   assert read.dtype == np.int32 and bytes(read.astype(np.uint8)) == b"abcdef"
   assert text.read(tmp_path / "a", 2).tolist() == [97, 98]
