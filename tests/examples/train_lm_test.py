@@ -160,7 +160,8 @@ def test_a_damaged_checkpoint_is_not_continued(program, tmp_path):
       else:
         np.testing.assert_equal(_shards(state), _shards(saved))
     file.write_bytes(whole)
-  assert refused > len(files)
+  # Orbax leaves files that it never reads, and their number varies.
+  assert refused > len(damages)
   state, _ = RunFolder(tmp_path, {"a": 0.1}).restore(start)
   np.testing.assert_equal(_shards(state), _shards(saved))
 
