@@ -21,6 +21,7 @@ def new(
   *,
   on_cpu: Callable[..., Any] | None = None,
   on_cuda: Callable[..., Any] | None = None,
+  on_tpu: Callable[..., Any] | None = None,
   static: Sequence[str] = (),
   cacheable: bool = True,
 ) -> compat.Primitive:
@@ -36,6 +37,7 @@ def new(
     lower: the lowering.
     on_cpu: another lowering for CPUs.
     on_cuda: another lowering for NVIDIA GPUs.
+    on_tpu: another lowering for TPUs.
     static: the names of the parameters. Eager calls then compile once for each
       set of abstract values and parameters, also under `jax.disable_jit`.
     cacheable: whether JAX may lower equal calls of a program only once. False
@@ -45,7 +47,8 @@ def new(
   primitive.multiple_results = True
   primitive.def_abstract_eval(types)
   compat.mlir.register_lowering(primitive, lower, cacheable=cacheable)
-  for platform, rule in (("cpu", on_cpu), ("cuda", on_cuda)):
+  rules = ("cpu", on_cpu), ("cuda", on_cuda), ("tpu", on_tpu)
+  for platform, rule in rules:
     if rule is not None:
       compat.mlir.register_lowering(
         primitive, rule, platform, cacheable=cacheable

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multiplies each slab of rows by its matrix: a JAX primitive.
 
-TPUs run `lax.ragged_dot`, which costs rows x matrices on CPUs and NVIDIA GPUs.
 CPUs run the native library (ep_ffi/matmul/), or by_tiles.py in programs that
-cannot call the library. on_cuda.py chooses the implementation on GPUs.
+cannot call the library. on_cuda.py and on_tpu.py choose the implementation on
+NVIDIA GPUs and on TPUs. Other platforms run `lax.ragged_dot`.
 
 The derivatives come from one form, which is linear in each of three arguments:
 rows X [C, F], matrices W [L, F, G] and outputs Y [C, G],
@@ -36,7 +36,7 @@ import numpy as np
 
 from ep._src.base import arguments, arrays, compat, contexts, primitive
 from ep._src.base.compat import ad
-from ep._src.matmul import by_ragged_dot, by_tiles, on_cuda
+from ep._src.matmul import by_ragged_dot, by_tiles, on_cuda, on_tpu
 from ep._src.native import ffi
 
 # The arguments of T, by their position in a triple of lists [X], Ws, Ys.
@@ -281,12 +281,20 @@ def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
 def _lower_on_cuda(
   ctx: Any, *operands: Any, missing: int, **params: Any
 ) -> Any:
-  rows, matrices, outs = _triple(ctx.avals_in[2:], missing)
-  short = (rows + outs)[0]
-  wide = (matrices or ctx.avals_out)[0]
   device = compat.local_device(ctx)
-  lower = _lowering(on_cuda.choose(device, short, wide.shape))
+  lower = _lowering(on_cuda.choose(device, *_shapes(ctx, missing)))
   return lower(ctx, *operands, missing=missing, **params)
+
+
+def _lower_on_tpu(ctx: Any, *operands: Any, missing: int, **params: Any) -> Any:
+  lower = _lowering(on_tpu.choose(*_shapes(ctx, missing)))
+  return lower(ctx, *operands, missing=missing, **params)
+
+
+def _shapes(ctx: Any, missing: int) -> tuple[Any, tuple[int, int, int]]:
+  """Returns the type of the rows or outputs, and the shape of the matrices."""
+  rows, matrices, outs = _triple(ctx.avals_in[2:], missing)
+  return (rows + outs)[0], (matrices or ctx.avals_out)[0].shape
 
 
 _NATIVE_DTYPES = set(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
@@ -298,6 +306,7 @@ grouped_matmul_p = primitive.new(
   _lowering(by_ragged_dot),
   on_cpu=_lower_on_cpu,
   on_cuda=_lower_on_cuda,
+  on_tpu=_lower_on_tpu,
   static=["missing", "matrix_dtype", "tail"],
 )
 ad.primitive_jvps[grouped_matmul_p] = _jvp

@@ -3,8 +3,8 @@
 
 A receive buffer has the capacity for the worst routing, but usually only few of
 its rows are used. `map_used_rows` and its derivatives read and write only the
-blocks of used rows: in a loop on CPUs, and on GPUs where there is a kernel
-(on_cuda.py).
+blocks of used rows: in a loop on CPUs, and on GPUs and TPUs where there is a
+kernel (on_cuda.py, on_tpu.py).
 
 It is one primitive, with a function of blocks as its parameter. Its tangent is
 the same primitive with the tangent function, and its transpose with the
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from ep._src.base import compat, contexts, primitive
 from ep._src.base.compat import ad
-from ep._src.matmul import on_cuda, unwritten_rows
+from ep._src.matmul import on_cuda, on_tpu, unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
 
 # The rows of a block. Larger blocks are not faster. An array of fewer rows is
@@ -177,6 +177,14 @@ def _lower_on_cuda(
   return lower(ctx, *operands, fn=fn, tail=tail)
 
 
+def _lower_on_tpu(
+  ctx: Any, *operands: Any, fn: Callable[..., Any], tail: str
+) -> Any:
+  kernel = on_tpu.row_map(fn, ctx.avals_in[1:])
+  lower = _lowering(kernel) if kernel else _lower_to_all_rows
+  return lower(ctx, *operands, fn=fn, tail=tail)
+
+
 def _apply_by_blocks(
   num_used: jax.Array, *arrays: jax.Array, fn: Callable[..., Any], tail: str
 ) -> list[jax.Array]:
@@ -263,6 +271,7 @@ _map_p = primitive.new(
   _lower_to_all_rows,
   on_cpu=compat.lower_local(_apply_by_blocks),
   on_cuda=_lower_on_cuda,
+  on_tpu=_lower_on_tpu,
   static=["fn", "tail"],
 )
 ad.primitive_jvps[_map_p] = _jvp

@@ -20,7 +20,6 @@ import numpy as np
 from ep._src.backends.xla import checks, exchanges, plans, stamps
 from ep._src.backends.xla.plans import Dims, Plan
 from ep._src.base import compat, meshes
-from ep._src.base.arrays import iota
 from ep._src.base.backend import Backend, Connection, Join, OpParams
 from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig
@@ -55,7 +54,7 @@ class XlaConnection(Connection):
       params.num_tokens,
       drop=params.drop,
       can_raise=compat.can_call_python(ctx),
-      nan_tail=params.tail == "nan",
+      tail=params.tail,
     )
     site = None
     if params.in_trace and self.has_trace and dims.can_raise:
@@ -128,7 +127,7 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
   offset = slabs.offset[me].clip(max=dims.C)
   tokens = slabs.before[me, :, -1]
   token_counts = jnp.minimum(tokens, dims.C - offset[:-1])
-  kept = plan.choices.codes.reshape(idx.shape) < dims.no_code
+  kept = (plan.place < idx.size).reshape(idx.shape)
   return [
     lax.bitcast_convert_type(mem, jnp.uint8).reshape(-1),
     jnp.where(failed, 0, jnp.diff(offset)),
@@ -147,63 +146,29 @@ def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
   return plan, checks.check_plan(dims, op, plan.routing, is_sound)
 
 
-def _to_slots(
-  dims: Dims,
-  plan: Plan,
-  is_sound: jax.Array,
-  tokens: jax.Array,
-  *weights: jax.Array,
-) -> list[jax.Array]:
-  """Returns the row of each slot, from rows of tokens and of choices."""
-  choices = plan.choices.sequence
-  is_nan = dims.nan_tail & (iota(dims.C) >= plan.used)
-  return exchanges.exchange(
-    dims,
-    plan.choices,
-    plan.slots,
-    is_sound,
-    is_nan,
-    (tokens, plans.div(choices, dims.K)),
-    *((array.reshape(-1), choices) for array in weights),
-  )
-
-
 def _combine(
   dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
 ) -> list[jax.Array]:
-  terms, *weights = _to_choices(dims, plan, is_sound, *arrays)
-  return [_sum(dims, terms, *weights)]
+  terms, *weights = exchanges.to_choices(dims, plan, is_sound, *arrays)
+  return [_sum(terms, *weights)]
 
 
 def _dispatch_bwd(
   dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
 ) -> list[jax.Array]:
-  terms, weights = _to_choices(dims, plan, is_sound, *arrays)
-  return [_sum(dims, terms), weights.reshape(dims.T, dims.K)]
+  terms, weights = exchanges.to_choices(dims, plan, is_sound, *arrays)
+  return [_sum(terms), weights.T]
 
 
-def _to_choices(
-  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
-) -> list[jax.Array]:
-  """Returns the row of each choice, from arrays of slots."""
-  parts = [(array, plan.slots.sequence) for array in arrays]
-  return exchanges.exchange(
-    dims, plan.slots, plan.choices, is_sound, jnp.bool_(False), *parts
-  )
-
-
-def _sum(
-  dims: Dims, rows: jax.Array, weights: jax.Array | None = None
-) -> jax.Array:
-  """Returns the sum of the rows [T * K, H] of each token."""
+def _sum(rows: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+  """Returns the sums of rows [K, T, H] over the choices of each token."""
   terms = _flush(rows.astype(jnp.float32))
   if weights is not None:
     # The mask between product and sum keeps XLA from fusing them.
-    terms = _flush(terms * _flush(weights)[:, None])
-  terms = terms.reshape(dims.T, dims.K, -1)
-  out = terms[:, 0]
-  for k in range(1, dims.K):
-    out = _flush(out + terms[:, k])
+    terms = _flush(terms * _flush(weights)[..., None])
+  out = terms[0]
+  for term in terms[1:]:
+    out = _flush(out + term)
   return _flush(out, sign=0).astype(rows.dtype)
 
 
@@ -221,8 +186,8 @@ def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
 
 _OPS: dict[str, Callable[..., list[jax.Array]]] = {
   "ep_prepare": _prepare,
-  "ep_dispatch": _to_slots,
+  "ep_dispatch": exchanges.to_slots,
   "ep_combine": _combine,
   "ep_dispatch_bwd": _dispatch_bwd,
-  "ep_combine_bwd": _to_slots,
+  "ep_combine_bwd": exchanges.to_slots,
 }

@@ -1,120 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
 """backend="xla": sends rows between the ranks of a domain, along a plan.
 
-Rows are sent as integers, so that no platform flushes a denormal or changes a
-NaN.
+XLA's ragged all-to-all writes each slice of rows to its final place: slots on
+the rank of the expert, or the sorted choices of the source rank. So each row is
+gathered once, before it is sent to a slot or after it returned. XLA:CPU has no
+such collective, and runs padded.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+import functools
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.xla.plans import Dims, div, End, take
+from ep._src.backends.xla import padded
+from ep._src.backends.xla.plans import Dims, div, Plan, Slices, take
 from ep._src.base.arrays import iota
 
+# Sends arrays from slots or choices; see `to_slots` and `to_choices`.
+_Send = Callable[..., list[jax.Array]]
 
-def exchange(
+
+def to_slots(
   dims: Dims,
-  sender: End,
-  receiver: End,
+  plan: Plan,
   is_sound: jax.Array,
-  is_nan: jax.Array,
-  *parts: tuple[jax.Array, jax.Array],
+  tokens: jax.Array,
+  *weights: jax.Array,
 ) -> list[jax.Array]:
-  """Sends rows, stream by stream, and returns the received rows.
+  """Sends rows of tokens [T, H] and weights of choices [T, K] to slots [C].
 
-  A part is an array and a sequence: a row has columns from `array[sequence]` of
-  each part. All parts share one exchange, because XLA compiles an exchange of
-  one column no faster.
-
-  On a rank where `is_sound` is False, all rows that it sends or returns are
-  NaN. All indices are clipped, so a wrong plan cannot read out of bounds.
+  A rank where `is_sound` is False sends NaN, and its weights are NaN. Offsets
+  and sizes are clipped, so a wrong plan cannot access memory out of bounds.
   """
-  arrays = [array for array, _ in parts]
-  # Bytes are sent in pairs. XLA rejects a program if it merges the casts of
-  # uint8 [n, 4] to float32 [n] and of float32 [n] to uint16 [n, 2].
-  unit = f"uint{8 * max(2, min(array.dtype.itemsize for array in arrays))}"
-  bits = [_words(x, unit) for x in arrays]
-  nan = jnp.array(jnp.iinfo(unit).max, unit)
-  B, codes = dims.B, receiver.codes
+  send = _choose(dims, padded.to_slots, _ragged_to_slots)
+  sequences = div(plan.order, dims.K), *[plan.order] * len(weights)
+  arrays = tokens, *(x.reshape(-1) for x in weights)
+  return send(dims, plan, is_sound, *sequences, *arrays)
 
-  def rows(bits: Sequence[jax.Array], at: jax.Array | None = None) -> jax.Array:
-    """Returns the rows in sequence, or only the rows at the indices `at`."""
-    columns = [
-      take(x, sequence if at is None else take(sequence, at))
-      for x, (_, sequence) in zip(bits, parts, strict=True)
-    ]
-    return jnp.where(is_sound, jnp.concatenate(columns, -1), nan)
 
-  def padded(*bits: jax.Array) -> jax.Array:
-    """Sends one bucket of B rows to each rank."""
-    sent = rows(bits, sender.start[:, None] + iota(B))
-    if dims.P > 1:
-      sent = lax.all_to_all(lax.optimization_barrier(sent), dims.axis, 0, 0)
-    return take(sent.reshape(dims.no_code, -1), codes)
+def to_choices(
+  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+) -> list[jax.Array]:
+  """Sends arrays [C, ...] of slots back to choices, as [K, T, ...].
 
-  def ragged(*bits: jax.Array) -> jax.Array:
-    """Sends each stream in its own length."""
-    sent = rows(bits)
-    num = codes.size
-    start = sender.start.clip(0, len(sent))
-    remote_start = receiver.remote.clip(0, num)
-    most = jnp.minimum(len(sent) - start, num - remote_start)
-    size = jnp.minimum(sender.size.clip(0), most)
-    # No one reads rows that no rank writes, so they may have any value. XLA
-    # would build a constant outside of a loop, and copy it in each iteration.
-    unwritten = jnp.broadcast_to(sent.reshape(-1)[0], (num, *sent.shape[1:]))
-    received = lax.ragged_all_to_all(
-      sent,
-      unwritten,
-      start,
-      size,
-      remote_start,
-      receiver.size.clip(0, num),
-      axis_name=dims.axis,
-    )
-    rank = div(codes, B)
-    start = take(receiver.start, rank)
-    return take(received, start + codes - rank * B)
+  Choices without a slot get zeros. A rank where `is_sound` is False gets NaN.
+  """
+  send = _choose(dims, padded.to_choices, _ragged_to_choices)
+  return send(dims, plan, is_sound, *arrays)
 
+
+def _choose(dims: Dims, on_cpu: _Send, otherwise: _Send) -> _Send:
   if dims.P == 1:
-    out = padded(*bits)
-  else:
-    out = lax.platform_dependent(*bits, cpu=padded, default=ragged)
+    return on_cpu
 
-  # The filler is a variable, because XLA:CPU loses bits of a bfloat16 that it
-  # selects beside a constant: for a traced bool s and uint16 [7] x,
-  #
-  #   bitcast_convert_type(jnp.where(s, x, jnp.uint16(65535)), jnp.bfloat16)
-  #
-  # flushes a denormal, and makes a NaN quiet, in the last element. LLVM selects
-  # after the cast, and on x86 it converts the bfloat16 to float32 and back.
-  is_row = is_sound & (codes < dims.no_code)
-  filler = jnp.where(is_nan | ~is_sound, nan, jnp.zeros_like(nan))
-  out = jnp.where(is_row[:, None], out, filler.reshape(-1, 1))
-  starts = np.cumsum([x.shape[1] for x in bits])[:-1]
-  columns = jnp.split(out, starts, axis=1)
-  return [*map(_of_words, columns, arrays)]
+  def send(
+    dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+  ) -> list[jax.Array]:
+    outs: list[jax.Array] = lax.platform_dependent(
+      plan,
+      is_sound,
+      *arrays,
+      cpu=functools.partial(on_cpu, dims),
+      default=functools.partial(otherwise, dims),
+    )
+    return outs
+
+  return send
 
 
-def _words(array: jax.Array, unit: str) -> jax.Array:
-  """Returns the bits of rows [n, ...] as words [n, m] of the type `unit`."""
-  if array.dtype.itemsize < np.dtype(unit).itemsize:
-    array = array.reshape(len(array), -1, 2)
-  return lax.bitcast_convert_type(array, unit).reshape(len(array), -1)
+def _ragged_to_slots(
+  dims: Dims, plan: Plan, is_sound: jax.Array, *operands: jax.Array
+) -> list[jax.Array]:
+  n = len(operands) // 2
+  outs = []
+  for sequence, x in zip(operands[:n], operands[n:], strict=True):
+    sent = take(padded.sound(is_sound, x), sequence)
+    unsent = _unsent(dims, plan, is_sound, sent)
+    outs.append(_send(dims, sent, unsent, plan.choices, plan.slots))
+  rows, *weights = outs
+  return [rows, *(padded.sound(is_sound, w) for w in weights)]
 
 
-def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns words [n, m] as rows of the shape and dtype of `like`."""
-  shape = len(words), *like.shape[1:]
-  if like.dtype.itemsize > words.dtype.itemsize:
-    words = words.reshape(*shape, -1)
-  return lax.bitcast_convert_type(words, like.dtype).reshape(shape)
+def _ragged_to_choices(
+  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+) -> list[jax.Array]:
+  place = plan.place.reshape(dims.T, dims.K).T
+  outs = []
+  for x in arrays:
+    unsent = _unwritten(x, plan.order.size)
+    received = _send(dims, x, unsent, plan.slots, plan.choices)
+    rows = take(received, place.reshape(-1))
+    rows = rows.reshape(*place.shape, *x.shape[1:])
+    is_sent = padded.expanded(place < place.size, rows.ndim)
+    rows = jnp.where(is_sent, rows, jnp.zeros_like(rows))
+    outs.append(padded.sound(is_sound, rows))
+  return outs
+
+
+def _send(
+  dims: Dims,
+  rows: jax.Array,
+  unsent: jax.Array,
+  sender: Slices,
+  receiver: Slices,
+) -> jax.Array:
+  """Returns `unsent` with the rows that this rank receives."""
+  start = sender.start.clip(0, len(rows))
+  remote = sender.remote.clip(0, len(unsent))
+  most = jnp.minimum(len(rows) - start, len(unsent) - remote)
+  size = jnp.minimum(sender.size.clip(0), most)
+  received: jax.Array = lax.ragged_all_to_all(
+    rows,
+    unsent,
+    start,
+    size,
+    remote,
+    receiver.size.clip(0, len(unsent)),
+    axis_name=dims.axis,
+  )
+  return received
+
+
+def _unsent(
+  dims: Dims, plan: Plan, is_sound: jax.Array, sent: jax.Array
+) -> jax.Array:
+  """Returns slots [C, ...] with the rows that no rank sends."""
+  if dims.tail == "unspecified" and dims.layer.alignment == 1:
+    return _unwritten(sent, dims.C)
+  # Zeros that depend on `sent`, for the reason below.
+  first = sent.reshape(-1)[0]
+  zero = jnp.where(is_sound, jnp.zeros_like(first), first)
+  slots = jnp.broadcast_to(zero, (dims.C, *sent.shape[1:]))
+  if dims.tail != "nan":
+    return slots
+  is_tail = padded.expanded(iota(dims.C) >= plan.used, slots.ndim)
+  return jnp.where(is_tail, padded.nan(slots.dtype), slots)
+
+
+def _unwritten(sent: jax.Array, num: int) -> jax.Array:
+  """Returns `num` rows of any value, which no one reads before they are sent.
+
+  The value depends on `sent`. XLA would build a constant array outside of a
+  loop, share it between exchanges, and copy it for each.
+  """
+  return jnp.broadcast_to(sent.reshape(-1)[0], (num, *sent.shape[1:]))
 
 
 def share(dims: Dims, *arrays: jax.Array) -> list[jax.Array]:

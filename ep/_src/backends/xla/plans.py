@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": the plan of a routing, and its form in `EpHandle.mem`.
+"""backend="xla": a rank's routing, and its form in `EpHandle.mem`.
 
-The choices of a rank, sorted by expert, are P streams of rows: one for each
-destination, in the order of its slots. A *code* identifies a row: on the
-sender, `d * B + i` is the i-th row of the stream to rank d; on the receiver,
-`s * B + i` is the i-th row of the stream from rank s. B is the largest length
-of a stream. All ranks compute their plans from the same table: the number of
-tokens of each rank that chose each expert.
+A rank sorts its choices by expert. A *slice* is the choices of one rank for one
+expert: consecutive in the sorted choices of that rank, and consecutive slots on
+the rank of the expert. All ranks compute their plans from the same table: the
+number of tokens of each rank that chose each expert.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ import numpy as np
 from ep._src.base.arrays import iota
 from ep._src.base.config import LayerConfig
 
-# The values of a word. If they suffice, a choice and its expert are sorted as
-# one word.
-_KEYS = 1 << 32
+# The values of a word. If they suffice, a key and its value are sorted as one
+# word.
+_WORDS = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Dims:
   T: int  # tokens of a rank
   drop: bool = True  # rows past the capacity; otherwise prepare fails
   can_raise: bool = True  # whether the program can call Python
-  nan_tail: bool = False  # rows past the last slab are NaN; otherwise zero
+  tail: str = "zero"  # the rows past the last slab; see `OpParams`
 
   @property
   def axis(self) -> str:
@@ -62,28 +60,17 @@ class Dims:
   def C(self) -> int:
     return self.layer.capacity_for(self.T)
 
-  @property
-  def B(self) -> int:
-    """Rows of the longest possible stream."""
-    return min(self.T * min(self.K, self.L), self.C)
 
-  @property
-  def no_code(self) -> int:
-    """The code of a row that is not sent."""
-    return self.P * self.B
+class Slices(NamedTuple):
+  """One end of the slices that a rank exchanges with all ranks, int32 [E].
 
-
-class End(NamedTuple):
-  """One end of an exchange of rows: the choices or the slots.
-
-  Rows are sent and received in sequence, stream after stream. All are int32.
+  The slices of a rank's choices are in the order of all experts. The slices of
+  its slots are in the order of source rank, then local expert.
   """
 
-  sequence: jax.Array  # [n] choices, or slots; the ones without a row are last
-  codes: jax.Array  # [n] code of each choice, or slot
-  start: jax.Array  # [P] start of the stream to, or from, each rank
-  size: jax.Array  # [P] rows of the stream to, or from, each rank
-  remote: jax.Array  # [P] `start` on each rank of the stream to, or from, here
+  start: jax.Array  # first row of a slice on this rank
+  size: jax.Array  # rows of a slice
+  remote: jax.Array  # first row of a slice on the other rank
 
 
 class Plan(NamedTuple):
@@ -92,8 +79,10 @@ class Plan(NamedTuple):
   A choice is an index in `topk_idx.reshape(-1)`.
   """
 
-  choices: End  # n = T * K
-  slots: End  # n = C
+  order: jax.Array  # int32 [T * K] the choices, sorted by expert
+  place: jax.Array  # int32 [T * K] index in `order`; T * K if it is not sent
+  choices: Slices  # of `order`
+  slots: Slices
   used: jax.Array  # int32 [1] slots before the tail
   routing: jax.Array  # int32 [1] a digest of all choices, equal on all ranks
 
@@ -119,16 +108,28 @@ def sort_choices(dims: Dims, idx: jax.Array) -> Choices:
   """Returns the choices of `topk_idx` [T, K] in the order of their experts."""
   flat = idx.reshape(-1)
   is_valid = (flat >= 0) & (flat < dims.E)
-  expert = jnp.where(is_valid, flat, dims.E).astype(jnp.uint32)
-  order = jnp.arange(flat.size, dtype=jnp.uint32)
-  bits = (flat.size - 1).bit_length()
-  if (dims.E + 1) << bits <= _KEYS:  # one array is sorted faster than two
-    key = lax.sort(expert << np.uint32(bits) | order, is_stable=False)
-    expert, order = key >> np.uint32(bits), key & np.uint32((1 << bits) - 1)
+  expert = jnp.where(is_valid, flat, dims.E)
+  expert, order = _sort(dims.E + 1, expert, flat.size, iota(flat.size))
+  experts = iota(dims.E + 1)
+  start = jnp.searchsorted(expert, experts, method="compare_all")
+  return Choices(order, expert, int32(start))
+
+
+def _sort(
+  num_keys: int, keys: jax.Array, num_values: int, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns int32 keys < `num_keys`, sorted, and the value of each.
+
+  Equal keys are in the order of their values, which are < `num_values`.
+  """
+  keys, values = keys.astype(jnp.uint32), values.astype(jnp.uint32)
+  bits = (num_values - 1).bit_length()
+  if num_keys << bits <= _WORDS:  # one array is sorted faster than two
+    words = lax.sort(keys << np.uint32(bits) | values, is_stable=False)
+    keys, values = words >> np.uint32(bits), words & np.uint32((1 << bits) - 1)
   else:
-    expert, order = lax.sort((expert, order), num_keys=2, is_stable=False)
-  counts = jnp.zeros(dims.E, jnp.int32).at[expert].add(1, mode="drop")
-  return Choices(int32(order), int32(expert), _sums(counts))
+    keys, values = lax.sort((keys, values), num_keys=2, is_stable=False)
+  return int32(keys), int32(values)
 
 
 def make_slabs(dims: Dims, start: jax.Array) -> Slabs:
@@ -145,61 +146,31 @@ def make_plan(
   dims: Dims, choices: Choices, slabs: Slabs, digests: jax.Array
 ) -> Plan:
   """Returns the plan of this rank; `digests` [P] are digests of `topk_idx`."""
-  P, L = dims.P, dims.L
   me = lax.axis_index(dims.axis)
   slot = slabs.offset[:, :-1, None] + slabs.before[..., :-1]
   size = jnp.clip(dims.C - slot, 0, slabs.counts)
-  # The capacity drops the last rows of a stream.
-  from_start = _sums(size.mT.reshape(P, -1), L)
-  size = jnp.diff(from_start)  # [destination, source]
-  to_start = slabs.start[:, :-1:L]  # [source, destination]
-
-  of_choice = div(choices.expert, L)
-  to_codes = _codes(dims, of_choice, to_start[me], size[:, me])
-
-  # The start of the rows from each rank for each expert, in sequence.
-  first = lax.dynamic_slice_in_dim(slabs.start, me * L, L, 1)
-  first = first - first[:, :1] + from_start[me, :-1, None]
-  first = jnp.minimum(first, from_start[me, 1:, None]).reshape(-1)
-  run = _last_at_most(first, dims.C)
-  shift = slot[me].T.reshape(-1) - first
-  from_codes = _codes(dims, div(run, L), from_start[me, :-1], size[me])
-  in_sequence = iota(dims.C)
-  slots = jnp.where(
-    from_codes < dims.no_code, in_sequence + take(shift, run), dims.C
+  of_choices = Slices(
+    slabs.start[me, :-1], size[..., me].reshape(-1), slot[..., me].reshape(-1)
   )
+  remote = lax.dynamic_slice_in_dim(slabs.start, me * dims.L, dims.L, 1)
+  of_slots = Slices(*(x.reshape(-1) for x in (slot[me].T, size[me].T, remote)))
+
+  num = choices.order.size
+  is_sent = choices.expert < dims.E
+  if dims.drop:
+    end = of_choices.start + of_choices.size
+    is_sent &= iota(num) < take(end, choices.expert)
+  place = jnp.where(is_sent, iota(num), num)
+  # A second sort inverts the permutation. TPUs scatter word after word.
+  _, place = _sort(num, choices.order, num + 1, place)
   return Plan(
-    End(
-      choices.order,
-      _by_place(dims, choices.order, to_codes),
-      to_start[me],
-      size[:, me],
-      to_start[:, me],
-    ),
-    End(
-      slots,
-      _by_place(dims, slots, from_codes),
-      from_start[me, :-1],
-      size[me],
-      from_start[:, me],
-    ),
+    choices.order,
+    place,
+    of_choices,
+    of_slots,
     used=slabs.offset[me, -1:].clip(max=dims.C),
     routing=digest(digests)[None],
   )
-
-
-def _codes(
-  dims: Dims, rank: jax.Array, start: jax.Array, size: jax.Array
-) -> jax.Array:
-  """Returns the codes of rows in sequence, sent to or received from `rank`."""
-  row = iota(rank.size) - take(start, rank)
-  return jnp.where(row < take(size, rank), rank * dims.B + row, dims.no_code)
-
-
-def _by_place(dims: Dims, sequence: jax.Array, codes: jax.Array) -> jax.Array:
-  """Returns the code of each choice or slot, given the codes in sequence."""
-  none = jnp.full_like(codes, dims.no_code)
-  return none.at[sequence].set(codes, mode="drop")
 
 
 def pack(dims: Dims, plan: Plan) -> jax.Array:
@@ -212,7 +183,9 @@ def unpack(dims: Dims, mem: jax.Array) -> tuple[Plan, jax.Array]:
   """Returns the plan in `mem`, and whether this rank packed it."""
   words = lax.bitcast_convert_type(mem.reshape(-1, 4), jnp.int32)
   leaves = jnp.split(words[1:], np.cumsum(_sizes(dims))[:-1])
-  plan = Plan(End(*leaves[:5]), End(*leaves[5:10]), *leaves[10:])
+  order, place, *slices, used, routing = leaves
+  ends = Slices(*slices[:3]), Slices(*slices[3:])
+  plan = Plan(order, place, *ends, used, routing)
   return plan, words[0] == _stamp(dims, words[1:])
 
 
@@ -223,9 +196,7 @@ def mem_bytes(dims: Dims) -> int:
 
 def _sizes(dims: Dims) -> list[int]:
   """Returns the length of each array of a plan."""
-  by_rank = [dims.P] * 3
-  choices, slots = dims.T * dims.K, dims.C
-  return [choices, choices, *by_rank, slots, slots, *by_rank, 1, 1]
+  return [dims.T * dims.K] * 2 + [dims.E] * 6 + [1, 1]
 
 
 def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
@@ -265,23 +236,8 @@ def _sum(x: jax.Array, axis: int | None = None) -> jax.Array:
   return x.sum(axis, dtype=jnp.int32)
 
 
-def _sums(x: jax.Array, step: int = 1) -> jax.Array:
-  """Returns sums of the first 0, `step`, 2 * `step`... of the last axis."""
+def _sums(x: jax.Array) -> jax.Array:
+  """Returns the sums of the first 0, 1, 2... words of the last axis."""
   n = x.shape[-1]
-  ends = jnp.arange(0, n + 1, step, dtype=jnp.int32)
-  is_before = iota(n) < ends[:, None]
+  is_before = iota(n) < iota(n + 1)[:, None]
   return _sum(jnp.where(is_before, x[..., None, :], 0), -1)
-
-
-def _last_at_most(table: jax.Array, num: int) -> jax.Array:
-  """Returns the index of the last word <= i, for i = 0, 1... `num` - 1.
-
-  The table is sorted and begins with 0. The binary search is unrolled, because
-  a loop would run several kernels.
-  """
-  words = iota(num)
-  last = jnp.zeros_like(words)
-  for bit in reversed(range((table.size - 1).bit_length())):
-    later = last + (1 << bit)
-    last = jnp.where(take(table, later) <= words, later, last)
-  return jnp.minimum(last, table.size - 1)

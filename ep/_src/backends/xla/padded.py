@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""backend="xla": sends rows in buckets, for XLA:CPU and for a rank by itself.
+
+The rows from rank s to rank d are a *stream*: the slices for the experts of d,
+in their order. Each rank sends a bucket of B rows to each rank, where B is the
+largest length of a stream, in one all-to-all. A *code* identifies a row: on the
+receiver, `s * B + i` is the i-th row of the stream from rank s.
+
+All arrays of an op share one exchange. Rows are sent as integers, so that the
+CPU flushes no denormal and changes no NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+import numpy as np
+
+from ep._src.backends.xla.plans import Dims, div, Plan, take
+from ep._src.base.arrays import iota
+
+
+def to_slots(
+  dims: Dims, plan: Plan, is_sound: jax.Array, *operands: jax.Array
+) -> list[jax.Array]:
+  """Sends rows to slots [C].
+
+  The operands are the index of each sorted choice in each array, then the
+  arrays. All results of a rank where `is_sound` is False are NaN.
+  """
+  n = len(operands) // 2
+  sent = plan.choices.start[:: dims.L, None] + iota(_bucket(dims))
+  at = [take(x, sent.reshape(-1)) for x in operands[:n]]
+  filler = jnp.zeros(dims.C, bool)
+  if dims.tail == "nan":
+    filler = iota(dims.C) >= plan.used
+  codes = _codes_of_slots(dims, plan)
+  return _exchange(dims, is_sound, at, operands[n:], codes, filler)
+
+
+def to_choices(
+  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+) -> list[jax.Array]:
+  """Sends arrays [C, ...] of slots back to choices, as [K, T, ...]."""
+  at = [_slots_of_rows(dims, plan)] * len(arrays)
+  codes = _codes_of_choices(dims, plan)
+  filler = jnp.zeros(codes.size, bool)
+  rows = _exchange(dims, is_sound, at, arrays, codes, filler)
+  return [x.reshape(dims.K, dims.T, *x.shape[1:]) for x in rows]
+
+
+def _bucket(dims: Dims) -> int:
+  """Returns B, the rows of the longest possible stream."""
+  return min(dims.T * min(dims.K, dims.L), dims.C)
+
+
+def _no_code(dims: Dims) -> int:
+  """Returns the code of a row that is not sent."""
+  return dims.P * _bucket(dims)
+
+
+def _in_stream(dims: Dims, plan: Plan) -> jax.Array:
+  """Returns int32 [P, L]: the place in its stream of each slice of slots."""
+  remote = plan.slots.remote.reshape(dims.P, dims.L)
+  return remote - remote[:, :1]
+
+
+def _codes_of_slots(dims: Dims, plan: Plan) -> jax.Array:
+  """Returns the code of the row of each slot, int32 [C]."""
+  # The slices in the order of their slots: by expert, then by source.
+  by_slot = iota(dims.E).reshape(dims.P, dims.L).T.reshape(-1)
+  start = take(plan.slots.start, by_slot)
+  slice_ = take(by_slot, _last_at_most(start, iota(dims.C)))
+  row = iota(dims.C) - take(plan.slots.start, slice_)
+  code = take(_in_stream(dims, plan).reshape(-1), slice_) + row
+  code += div(slice_, dims.L) * _bucket(dims)
+  is_sent = (row >= 0) & (row < take(plan.slots.size, slice_))
+  return jnp.where(is_sent, code, _no_code(dims))
+
+
+def _slots_of_rows(dims: Dims, plan: Plan) -> jax.Array:
+  """Returns the slot of the row of each code, int32 [P * B]."""
+  B = _bucket(dims)
+  start = _in_stream(dims, plan).clip(max=B) + B * iota(dims.P)[:, None]
+  start, codes = start.reshape(-1), iota(dims.P * B)
+  slice_ = _last_at_most(start, codes)
+  return take(plan.slots.start - start, slice_) + codes
+
+
+def _codes_of_choices(dims: Dims, plan: Plan) -> jax.Array:
+  """Returns the code of the row of each choice, int32 [K * T]."""
+  place = plan.place.reshape(dims.T, dims.K).T.reshape(-1)
+  start = plan.choices.start[:: dims.L]
+  rank = _last_at_most(start, place)
+  code = rank * _bucket(dims) + place - take(start, rank)
+  return jnp.where(place < place.size, code, _no_code(dims))
+
+
+def _last_at_most(table: jax.Array, values: jax.Array) -> jax.Array:
+  """Returns the index of the last word <= each value, in a sorted table."""
+  after = jnp.searchsorted(table, values, side="right", method="scan_unrolled")
+  return after.astype(jnp.int32) - 1
+
+
+def _exchange(
+  dims: Dims,
+  is_sound: jax.Array,
+  at: Sequence[jax.Array],
+  arrays: Sequence[jax.Array],
+  codes: jax.Array,
+  is_nan: jax.Array,
+) -> list[jax.Array]:
+  """Sends the rows `at` [P * B] of each array, and returns the rows of `codes`.
+
+  The rows of `is_nan` that no rank sends are NaN, and other such rows are 0.
+  """
+  # Bytes are sent in pairs. XLA rejects a program if it merges the casts of
+  # uint8 [n, 4] to float32 [n] and of float32 [n] to uint16 [n, 2].
+  unit = f"uint{8 * max(2, min(array.dtype.itemsize for array in arrays))}"
+  bits = [_words(x, unit) for x in arrays]
+  is_sent = codes < _no_code(dims)
+  if dims.P == 1:
+    at = [take(x, codes) for x in at]
+  columns = [take(x, i) for x, i in zip(bits, at, strict=True)]
+  out = jnp.concatenate(columns, -1)
+  if dims.P > 1:
+    sent = sound(is_sound, out).reshape(dims.P, _bucket(dims), -1)
+    sent = lax.all_to_all(lax.optimization_barrier(sent), dims.axis, 0, 0)
+    out = take(sent.reshape(_no_code(dims), -1), codes)
+
+  # The filler is a variable, because XLA:CPU loses bits of a bfloat16 that it
+  # selects beside a constant: for a traced bool s and uint16 [7] x,
+  #
+  #   bitcast_convert_type(jnp.where(s, x, jnp.uint16(65535)), jnp.bfloat16)
+  #
+  # flushes a denormal, and makes a NaN quiet, in the last element. LLVM selects
+  # after the cast, and on x86 it converts the bfloat16 to float32 and back.
+  filler = jnp.where(is_nan | ~is_sound, nan(out.dtype), 0).astype(out.dtype)
+  out = jnp.where((is_sound & is_sent)[:, None], out, filler[:, None])
+  starts = np.cumsum([x.shape[1] for x in bits])[:-1]
+  columns = jnp.split(out, starts, axis=1)
+  return [*map(_of_words, columns, arrays)]
+
+
+def sound(is_sound: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns `x` if `is_sound`, and otherwise NaN."""
+  return jnp.where(is_sound, x, nan(x.dtype))
+
+
+def nan(dtype: DTypeLike) -> jax.Array:
+  """Returns NaN, or an integer of bits that are NaN in any float."""
+  if jnp.issubdtype(dtype, jnp.floating):
+    return jnp.array(jnp.nan, dtype)
+  return jnp.array(jnp.iinfo(dtype).max, dtype)
+
+
+def expanded(x: jax.Array, ndim: int) -> jax.Array:
+  """Returns `x` with axes of size 1 after its own."""
+  return x.reshape(*x.shape, *[1] * (ndim - x.ndim))
+
+
+def _words(array: jax.Array, unit: str) -> jax.Array:
+  """Returns the bits of rows [n, ...] as words [n, m] of the type `unit`."""
+  if array.dtype.itemsize < np.dtype(unit).itemsize:
+    array = array.reshape(len(array), -1, 2)
+  return lax.bitcast_convert_type(array, unit).reshape(len(array), -1)
+
+
+def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
+  """Returns words [n, m] as rows of the shape and dtype of `like`."""
+  shape = len(words), *like.shape[1:]
+  if like.dtype.itemsize > words.dtype.itemsize:
+    words = words.reshape(*shape, -1)
+  return lax.bitcast_convert_type(words, like.dtype).reshape(shape)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the implementation on TPUs, when an op is lowered.
+
+A grouped matmul runs megablox for bfloat16 and float32 of shapes that fit, and
+otherwise `lax.ragged_dot`. A function of rows runs in the kernel of
+tpu_row_map.py, if this JAX lowers it, or else over all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent import futures
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ep._src.matmul import by_megablox, by_ragged_dot
+
+_logger = logging.getLogger("ep")
+_DTYPES = (jnp.bfloat16, jnp.float32)
+_LANES = 128
+
+
+def choose(rows: Any, matrices: tuple[int, int, int]) -> Any:
+  """Returns a namespace with expand, contract and outer; logs the choice.
+
+  Args:
+    rows: the shape and dtype of rows, or of their results.
+    matrices: the shape of the matrices, [L, F, G].
+  """
+  shape = f"{rows.shape[0]} rows of {rows.dtype} and matrices {matrices}"
+  obstacle = None
+  if rows.dtype not in _DTYPES:
+    obstacle = f"the kernels take bfloat16 and float32, not {rows.dtype}"
+  elif rows.shape[0] % by_megablox.ROWS or min(matrices[1:]) < _LANES:
+    obstacle = (
+      f"the kernels need a multiple of {by_megablox.ROWS} rows, and widths of"
+      f" at least {_LANES}"
+    )
+  if obstacle is None:
+    _log(f"grouped_matmul of {shape} runs megablox")
+    return by_megablox
+  _log(f"grouped_matmul of {shape} runs lax.ragged_dot, because {obstacle}")
+  return by_ragged_dot
+
+
+def row_map(
+  fn: Callable[..., Any], arrays: Sequence[Any]
+) -> Callable[..., Sequence[jax.Array]] | None:
+  """Returns `map_rows` of tpu_row_map.py, or None; logs the choice.
+
+  Args:
+    fn: the function of rows.
+    arrays: the shapes and dtypes of its arguments.
+  """
+  obstacle = _obstacle(fn, tuple((x.shape, x.dtype) for x in arrays))
+  shapes = ", ".join(f"{x.dtype}{[*x.shape]}" for x in arrays)
+  if obstacle is None:
+    _log(f"a function of rows {shapes} runs a kernel of Pallas")
+    return _kernel()
+  _log(f"a function of rows {shapes} runs over all rows, because {obstacle}")
+  return None
+
+
+def _kernel() -> Callable[..., Any]:
+  # Imported here, because it imports Pallas.
+  from ep._src.matmul import tpu_row_map
+
+  return tpu_row_map.map_rows
+
+
+@functools.lru_cache
+def _obstacle(fn: Callable[..., Any], types: Sequence[Any]) -> str | None:
+  """Lowers the kernel; returns why it fails, or None."""
+  if any(len(shape) > 2 or 0 in shape for shape, _ in types):
+    return "the kernel takes arrays [C, F] and [C] with rows"
+  if any(dtype.itemsize != 4 and dtype not in _DTYPES for _, dtype in types):
+    return "the kernel takes bfloat16 and types of 32 bits"
+  arrays = [jax.ShapeDtypeStruct(*t) for t in types]
+  num_used = jax.ShapeDtypeStruct((), jnp.int32)
+  run = jax.jit(lambda num_used, *arrays: _kernel()(fn, num_used, arrays))
+
+  def lower() -> None:
+    run.trace(num_used, *arrays).lower(lowering_platforms=("tpu",))
+
+  # Another thread has none of the contexts of the program being lowered.
+  with futures.ThreadPoolExecutor(1) as pool:
+    error = pool.submit(lower).exception()
+  if error is None:
+    return None
+  reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+  return f"JAX {jax.__version__} does not lower the kernel: {reason}"
+
+
+_log = functools.cache(_logger.info)  # once for each message
