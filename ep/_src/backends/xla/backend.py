@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": `lax` collectives and gathers, on every platform of XLA.
+"""The backend "xla": `lax` collectives and gathers, on every platform of XLA.
 
-The primitive of an op is lowered to a function of one rank's arrays.
-`ep_prepare` shares the number of tokens of each rank for each expert, from
-which every rank computes its plan (xla/plans.py). Dispatch sends rows along the
-plan, and combine sends them back (xla/exchanges.py).
+Each op's primitive is lowered to a function of one rank's arrays. `ep_prepare`
+gathers the number of tokens per rank and expert, and every rank computes its
+plan from these counts (xla/plans.py). Dispatch sends rows along the plan, and
+combine sends rows back (xla/exchanges.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ep._src.base.primitive import ProgramNames
 
 
 class XlaBackend(Backend):
-  """Serves any mesh."""
+  """A backend for any mesh, without native code."""
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
     join(group, dict)  # checks that all processes agree
@@ -36,7 +36,7 @@ class XlaBackend(Backend):
 
 
 class XlaConnection(Connection):
-  """Lowers ops to XLA's collectives. Its only state is a trace."""
+  """A lowering of ops to XLA's collectives, with no state but a trace."""
 
   def __init__(self, group: GroupConfig):
     super().__init__(group)
@@ -101,7 +101,7 @@ def _row_bytes(mem: Any, rows: Any = None, *_: Any) -> int:
 
 
 def _counts(op: str, plan: Plan, outs: list[jax.Array]) -> jax.Array:
-  """Returns the counts of an op for a trace; see `Stamps.after`."""
+  """Returns an op's counts of slots and tokens, for `Stamps.after`."""
   if op != "ep_prepare":
     return jnp.concatenate([plan.used, jnp.zeros(1, jnp.int32)])
   tokens, total, dropped = outs[2], outs[3], outs[4]
@@ -141,7 +141,7 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
 
 
 def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
-  """Returns the plan of a handle, and whether this rank packed it."""
+  """Unpacks the plan in `EpHandle.mem`; also returns whether it is valid."""
   checks.check_mem(dims, op, mem)
   plan, is_sound = plans.unpack(dims, mem)
   return plan, checks.check_plan(dims, op, plan.routing, is_sound)
@@ -154,7 +154,7 @@ def _to_slots(
   tokens: jax.Array,
   *weights: jax.Array,
 ) -> list[jax.Array]:
-  """Returns the row of each slot, from rows of tokens and of choices."""
+  """Sends rows of tokens, with weights, and returns the row of each slot."""
   choices = plan.choices.sequence
   is_nan = dims.nan_tail & (iota(dims.C) >= plan.used)
   return exchanges.exchange(
@@ -185,7 +185,7 @@ def _dispatch_bwd(
 def _to_choices(
   dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
 ) -> list[jax.Array]:
-  """Returns the row of each choice, from arrays of slots."""
+  """Sends the rows of slots back, and returns the row of each choice."""
   parts = [(array, plan.slots.sequence) for array in arrays]
   return exchanges.exchange(
     dims, plan.slots, plan.choices, is_sound, jnp.bool_(False), *parts
@@ -195,10 +195,10 @@ def _to_choices(
 def _sum(
   dims: Dims, rows: jax.Array, weights: jax.Array | None = None
 ) -> jax.Array:
-  """Returns the sum of the rows [T * K, H] of each token."""
+  """Returns [T, H]: the sum of each token's K rows of [T * K, H], in order."""
   terms = _flush(rows.astype(jnp.float32))
   if weights is not None:
-    # The mask between product and sum keeps XLA from fusing them.
+    # `_flush` keeps XLA from fusing the product with the sum below.
     terms = _flush(terms * _flush(weights)[:, None])
   terms = terms.reshape(dims.T, dims.K, -1)
   out = terms[:, 0]
@@ -210,8 +210,8 @@ def _sum(
 def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
   """Returns float32 `x` with denormals replaced by zeros of the same sign.
 
-  With `sign=0` all zeros become +0. Uses integer operations, because XLA
-  simplifies `0 + x` to `x`, and platforms flush different denormals.
+  With `sign=0` denormals and zeros become +0. Uses integer operations, because
+  XLA simplifies `0 + x` to `x`, and platforms flush different denormals.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   is_small = bits & np.uint32(0x7F800000) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": sends rows between the ranks of a domain, along a plan.
+"""Sends rows between the ranks of a domain along a plan, for the backend "xla".
 
 Rows are sent as integers, so that no platform flushes a denormal or changes a
 NaN.
@@ -28,23 +28,23 @@ def exchange(
 ) -> list[jax.Array]:
   """Sends rows, stream by stream, and returns the received rows.
 
-  A part is an array and a sequence: a row has columns from `array[sequence]` of
-  each part. All parts share one exchange, because XLA compiles an exchange of
-  one column no faster.
+  Each of `parts` is an array and a sequence of indices: a sent row consists of
+  the columns of `array[sequence]` of all parts. They share one exchange,
+  because XLA compiles an exchange of one column no faster.
 
-  On a rank where `is_sound` is False, all rows that it sends or returns are
-  NaN. All indices are clipped, so a wrong plan cannot read out of bounds.
+  If `is_sound` is False, the rank sends and returns only NaN rows. Indices are
+  clipped, so a wrong plan cannot read out of bounds.
   """
   arrays = [array for array, _ in parts]
-  # Bytes are sent in pairs. XLA rejects a program if it merges the casts of
-  # uint8 [n, 4] to float32 [n] and of float32 [n] to uint16 [n, 2].
+  # Bytes are sent as uint16, in pairs. XLA rejects a program if it merges casts
+  # of uint8 [n, 4] to float32 [n] and of float32 [n] to uint16 [n, 2].
   unit = f"uint{8 * max(2, min(array.dtype.itemsize for array in arrays))}"
   bits = [_words(x, unit) for x in arrays]
   nan = jnp.array(jnp.iinfo(unit).max, unit)
   B, codes = dims.B, receiver.codes
 
   def rows(bits: Sequence[jax.Array], at: jax.Array | None = None) -> jax.Array:
-    """Returns the rows in sequence, or only the rows at the indices `at`."""
+    """Returns all rows to send, or only the rows at the indices `at`."""
     columns = [
       take(x, sequence if at is None else take(sequence, at))
       for x, (_, sequence) in zip(bits, parts, strict=True)
@@ -52,22 +52,22 @@ def exchange(
     return jnp.where(is_sound, jnp.concatenate(columns, -1), nan)
 
   def padded(*bits: jax.Array) -> jax.Array:
-    """Sends one bucket of B rows to each rank."""
+    """Sends a bucket of B rows to each rank, by `all_to_all`."""
     sent = rows(bits, sender.start[:, None] + iota(B))
     if dims.P > 1:
       sent = lax.all_to_all(lax.optimization_barrier(sent), dims.axis, 0, 0)
     return take(sent.reshape(dims.no_code, -1), codes)
 
   def ragged(*bits: jax.Array) -> jax.Array:
-    """Sends each stream in its own length."""
+    """Sends only the rows of each stream, by `ragged_all_to_all`."""
     sent = rows(bits)
     num = codes.size
     start = sender.start.clip(0, len(sent))
     remote_start = receiver.remote.clip(0, num)
     most = jnp.minimum(len(sent) - start, num - remote_start)
     size = jnp.minimum(sender.size.clip(0), most)
-    # No one reads rows that no rank writes, so they may have any value. XLA
-    # would build a constant outside of a loop, and copy it in each iteration.
+    # Unwritten rows are never read, so any value will do. XLA would hoist a
+    # constant out of a loop, and copy the constant in each iteration.
     unwritten = jnp.broadcast_to(sent.reshape(-1)[0], (num, *sent.shape[1:]))
     received = lax.ragged_all_to_all(
       sent,
@@ -93,7 +93,7 @@ def exchange(
   #   bitcast_convert_type(jnp.where(s, x, jnp.uint16(65535)), jnp.bfloat16)
   #
   # flushes a denormal, and makes a NaN quiet, in the last element. LLVM selects
-  # after the cast, and on x86 it converts the bfloat16 to float32 and back.
+  # after the cast, and on x86 converts the bfloat16 to float32 and back.
   is_row = is_sound & (codes < dims.no_code)
   filler = jnp.where(is_nan | ~is_sound, nan, jnp.zeros_like(nan))
   out = jnp.where(is_row[:, None], out, filler.reshape(-1, 1))
@@ -118,7 +118,7 @@ def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def share(dims: Dims, *arrays: jax.Array) -> list[jax.Array]:
-  """Gathers vectors of all ranks, as [P, n], in one collective."""
+  """All-gathers vectors [n] to [P, n], all of them in one collective."""
   mine = jnp.concatenate(arrays)[None]
   if dims.P > 1:
     mine = lax.all_gather(mine, dims.axis, tiled=True)

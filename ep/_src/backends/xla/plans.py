@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": the plan of a routing, and its form in `EpHandle.mem`.
+"""The plan of a routing, and its format in `EpHandle.mem`, for backend "xla".
 
 The choices of a rank, sorted by expert, are P streams of rows: one for each
 destination, in the order of its slots. A *code* identifies a row: on the
@@ -23,20 +23,20 @@ import numpy as np
 from ep._src.base.arrays import iota
 from ep._src.base.config import LayerConfig
 
-# The values of a word. If they suffice, a choice and its expert are sorted as
-# one word.
+# The number of uint32 values. A choice and its expert are sorted as one uint32
+# if they fit.
 _KEYS = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-  """The static values of an op; sizes have their names in docs/semantics.md."""
+  """The static sizes and options of an op, named as in docs/semantics.md."""
 
   layer: LayerConfig
   T: int  # tokens of a rank
-  drop: bool = True  # rows past the capacity; otherwise prepare fails
+  drop: bool = True  # drop rows past the capacity; otherwise prepare fails
   can_raise: bool = True  # whether the program can call Python
-  nan_tail: bool = False  # rows past the last slab are NaN; otherwise zero
+  nan_tail: bool = False  # write NaN past the last slab; otherwise zero
 
   @property
   def axis(self) -> str:
@@ -64,7 +64,7 @@ class Dims:
 
   @property
   def B(self) -> int:
-    """Rows of the longest possible stream."""
+    """The number of rows of the longest possible stream."""
     return min(self.T * min(self.K, self.L), self.C)
 
   @property
@@ -74,16 +74,16 @@ class Dims:
 
 
 class End(NamedTuple):
-  """One end of an exchange of rows: the choices or the slots.
+  """One end of an exchange of rows: the choices or the slots of a rank.
 
   Rows are sent and received in sequence, stream after stream. All are int32.
   """
 
-  sequence: jax.Array  # [n] choices, or slots; the ones without a row are last
+  sequence: jax.Array  # [n] choices, or slots; those without a row are last
   codes: jax.Array  # [n] code of each choice, or slot
   start: jax.Array  # [P] start of the stream to, or from, each rank
   size: jax.Array  # [P] rows of the stream to, or from, each rank
-  remote: jax.Array  # [P] `start` on each rank of the stream to, or from, here
+  remote: jax.Array  # [P] each rank's `start` of its stream with this rank
 
 
 class Plan(NamedTuple):
@@ -92,8 +92,8 @@ class Plan(NamedTuple):
   A choice is an index in `topk_idx.reshape(-1)`.
   """
 
-  choices: End  # n = T * K
-  slots: End  # n = C
+  choices: End  # the end with n = T * K choices
+  slots: End  # the end with n = C slots
   used: jax.Array  # int32 [1] slots before the tail
   routing: jax.Array  # int32 [1] a digest of all choices, equal on all ranks
 
@@ -107,10 +107,10 @@ class Choices(NamedTuple):
 
 
 class Slabs(NamedTuple):
-  """The slabs of all ranks, int32."""
+  """The layout of the expert slabs of all ranks, int32."""
 
   start: jax.Array  # [P, E + 1] `Choices.start` of each rank
-  counts: jax.Array  # [P, L, P] tokens for an expert of a rank, by source
+  counts: jax.Array  # [P, L, P] tokens for each rank's experts, by source rank
   before: jax.Array  # [P, L, P + 1] sums of `counts` over earlier sources
   offset: jax.Array  # [P, L + 1] first slot of each slab; end of the last slab
 
@@ -132,7 +132,7 @@ def sort_choices(dims: Dims, idx: jax.Array) -> Choices:
 
 
 def make_slabs(dims: Dims, start: jax.Array) -> Slabs:
-  """Returns the slabs for `start` [P, E + 1] of all ranks."""
+  """Returns the slab layout from `Choices.start` of all ranks, [P, E + 1]."""
   P, L = dims.P, dims.L
   counts = jnp.diff(start).T.reshape(P, L, P)
   before = _sums(counts)
@@ -149,7 +149,7 @@ def make_plan(
   me = lax.axis_index(dims.axis)
   slot = slabs.offset[:, :-1, None] + slabs.before[..., :-1]
   size = jnp.clip(dims.C - slot, 0, slabs.counts)
-  # The capacity drops the last rows of a stream.
+  # Rows past the capacity, which are dropped, are the last rows of a stream.
   from_start = _sums(size.mT.reshape(P, -1), L)
   size = jnp.diff(from_start)  # [destination, source]
   to_start = slabs.start[:, :-1:L]  # [source, destination]
@@ -157,7 +157,7 @@ def make_plan(
   of_choice = div(choices.expert, L)
   to_codes = _codes(dims, of_choice, to_start[me], size[:, me])
 
-  # The start of the rows from each rank for each expert, in sequence.
+  # Starts, in the receive sequence, of the rows from each rank for each expert.
   first = lax.dynamic_slice_in_dim(slabs.start, me * L, L, 1)
   first = first - first[:, :1] + from_start[me, :-1, None]
   first = jnp.minimum(first, from_start[me, 1:, None]).reshape(-1)
@@ -197,19 +197,19 @@ def _codes(
 
 
 def _by_place(dims: Dims, sequence: jax.Array, codes: jax.Array) -> jax.Array:
-  """Returns the code of each choice or slot, given the codes in sequence."""
+  """Scatters codes from sequence order to the order of choices or slots."""
   none = jnp.full_like(codes, dims.no_code)
   return none.at[sequence].set(codes, mode="drop")
 
 
 def pack(dims: Dims, plan: Plan) -> jax.Array:
-  """Returns a plan as int32 words: a stamp, then the plan's arrays."""
+  """Returns a plan as int32 words: a checksum, then the plan's arrays."""
   body = jnp.concatenate(jax.tree.leaves(plan))
   return jnp.concatenate([_stamp(dims, body)[None], body])
 
 
 def unpack(dims: Dims, mem: jax.Array) -> tuple[Plan, jax.Array]:
-  """Returns the plan in `mem`, and whether this rank packed it."""
+  """Returns the plan in `mem`, and whether its checksum fits this rank."""
   words = lax.bitcast_convert_type(mem.reshape(-1, 4), jnp.int32)
   leaves = jnp.split(words[1:], np.cumsum(_sizes(dims))[:-1])
   plan = Plan(End(*leaves[:5]), End(*leaves[5:10]), *leaves[10:])
@@ -217,7 +217,6 @@ def unpack(dims: Dims, mem: jax.Array) -> tuple[Plan, jax.Array]:
 
 
 def mem_bytes(dims: Dims) -> int:
-  """Returns the bytes of a packed plan."""
   return 4 * (1 + sum(_sizes(dims)))
 
 
@@ -229,7 +228,7 @@ def _sizes(dims: Dims) -> list[int]:
 
 
 def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
-  """Returns a word that depends on the sizes, the rank and the body."""
+  """Returns a checksum of a plan's arrays, the static sizes and the rank."""
   sizes = dims.P, dims.E, dims.T, dims.K, dims.C, dims.layer.alignment
   kind = np.int32(zlib.crc32(repr(sizes).encode()) >> 1)
   rank = lax.axis_index(dims.axis) * np.int32(0x61C88647)
@@ -240,8 +239,7 @@ def digest(words: jax.Array) -> jax.Array:
   """Returns a hash of int32 words.
 
   A change of one word always changes the hash, because factors are odd. High
-  bits are mixed into low bits, since high bits of two words may cancel in a
-  sum.
+  bits are mixed into low bits, because high bits of words may cancel in a sum.
   """
   factors = jnp.arange(1, 2 * words.size, 2, dtype=jnp.int32)
   return _sum((words ^ lax.shift_right_logical(words, np.int32(16))) * factors)
@@ -266,7 +264,7 @@ def _sum(x: jax.Array, axis: int | None = None) -> jax.Array:
 
 
 def _sums(x: jax.Array, step: int = 1) -> jax.Array:
-  """Returns sums of the first 0, `step`, 2 * `step`... of the last axis."""
+  """Returns the sums of the first 0, `step`, 2 * `step`... of the last axis."""
   n = x.shape[-1]
   ends = jnp.arange(0, n + 1, step, dtype=jnp.int32)
   is_before = iota(n) < ends[:, None]
@@ -274,7 +272,7 @@ def _sums(x: jax.Array, step: int = 1) -> jax.Array:
 
 
 def _last_at_most(table: jax.Array, num: int) -> jax.Array:
-  """Returns the index of the last word <= i, for i = 0, 1... `num` - 1.
+  """Returns, for each i in 0..`num` - 1, the index of the last entry <= i.
 
   The table is sorted and begins with 0. The binary search is unrolled, because
   a loop would run several kernels.
