@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="host": CPU devices of one host, over shared memory."""
+"""The backend "host": CPU devices of one host, over shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ep._src.native import connection, ffi
 
 
 class HostBackend(Backend):
-  """Serves CPU devices of processes that share memory."""
+  """A backend for CPU devices of processes that share memory."""
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
     mesh = connection.mesh_of_devices("host", mesh)
@@ -39,7 +39,7 @@ class HostBackend(Backend):
     mesh = connection.mesh_of_devices("host", group.mesh)
     listener: socket.socket
     with contextlib.ExitStack() as stack:
-      # `join` tells other processes of a failure in here.
+      # If `introduce` raises, `join` fails on all processes.
       def introduce() -> dict[str, Any]:
         ffi.library("host")
         nonlocal listener
@@ -47,7 +47,7 @@ class HostBackend(Backend):
         return dict(
           host=[
             processes.boot_id(),
-            processes.namespace("net"),  # for the addresses of sockets
+            processes.namespace("net"),  # the scope of abstract addresses
             processes.namespace("user"),
             os.geteuid(),
           ],
@@ -68,7 +68,7 @@ class HostBackend(Backend):
           )
       members = list(answers)
 
-      def pid(answer: dict[str, Any]) -> int:  # 0 in another namespace
+      def pid(answer: dict[str, Any]) -> int:  # 0 if in another pid namespace
         is_known = answer["namespace"] == processes.namespace()
         return int(answer["pid"]) if is_known else 0
 
@@ -94,11 +94,11 @@ class HostBackend(Backend):
 
 
 class HostConnection(connection.NativeConnection):
-  """A group of the host engine."""
+  """A connection to a group of the native host engine."""
 
 
 def _listen() -> socket.socket:
-  """Listens at an abstract address with a random name; see handshake.h."""
+  """Returns a Unix socket that listens at a random name; see handshake.h."""
   try:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     while True:

@@ -5,7 +5,7 @@ Each message begins with `what`, the function that the user called. A check
 raises `TypeError` if the argument has the wrong type, and `ValueError` if its
 value is out of range.
 
-This module does not import JAX, because that would slow each launch by 1 s.
+This module does not import JAX, which would delay each launch by 1 s.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 
-# Packages whose frames `warn` skips: JAX and contextlib call functions of ep.
+# Packages whose stack frames `warn` skips. JAX and contextlib call ep.
 _NOT_OF_USERS = ("ep", "jax", "contextlib")
 
 
 def check(condition: bool, what: str, message: str) -> None:
-  """Raises `ValueError` unless `condition` is true."""
   if not condition:
     raise ValueError(f"{what}: {message}")
 
 
 def check_choices(what: str, values: Any, **choices: Any) -> None:
-  """Raises `ValueError` unless each attribute of `values` is a valid choice."""
+  """Raises `ValueError` unless each attribute has one of its `choices`."""
   for field, allowed in choices.items():
     value = getattr(values, field)
     check(
@@ -44,7 +43,7 @@ def check_choices(what: str, values: Any, **choices: Any) -> None:
 
 
 def integer(what: str, name: str, value: Any) -> int:
-  """Returns an integer of any type, but no bool, that fits into 32 bits."""
+  """Returns `value` as an int; raises for bools and beyond 32 bits."""
   try:
     if isinstance(value, bool):
       raise TypeError
@@ -61,7 +60,7 @@ def integer(what: str, name: str, value: Any) -> int:
 
 
 def seconds(what: str, name: str, value: Any) -> float:
-  """Returns a positive, perhaps infinite, number of seconds."""
+  """Returns `value` as a float: a positive, perhaps infinite, duration."""
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
     raise wrong_type(what, name, value, "a number of seconds")
   result = float(value)
@@ -75,7 +74,7 @@ def seconds(what: str, name: str, value: Any) -> float:
 
 
 def check_address(what: str, name: str, value: Any) -> None:
-  """Raises unless an argument is host:port, with a port from 1 to 65535."""
+  """Raises unless `value` is host:port, with a port from 1 to 65535."""
   port = string(what, name, value).rpartition(":")[2]
   check(
     port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16,
@@ -98,7 +97,7 @@ def alignment(what: str, value: Any) -> int:
 
 
 def capacity_factor(what: str, value: Any) -> float:
-  """Returns a capacity divided by an even load: positive and finite."""
+  """Returns `value`, a capacity factor, as a positive and finite float."""
   factor = number(what, "capacity_factor", value)
   check(
     factor > 0,
@@ -117,13 +116,12 @@ def flag(what: str, name: str, value: Any) -> bool:
 
 
 def flags(what: str, **values: Any) -> None:
-  """Raises `TypeError` unless all arguments are bools."""
   for name, value in values.items():
     flag(what, name, value)
 
 
 def number(what: str, name: str, value: Any) -> float:
-  """Returns a finite real number."""
+  """Returns `value` as a float; it must be a finite real number."""
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
     raise wrong_type(what, name, value, "a number")
   check(
@@ -135,7 +133,7 @@ def number(what: str, name: str, value: Any) -> float:
 
 
 def label(what: str, value: Any) -> str:
-  """Returns a printable name for messages, records and traces."""
+  """Returns `value`, a printable name for messages, records and traces."""
   name = string(what, "name", value)
   check(
     name.isprintable(),
@@ -147,7 +145,6 @@ def label(what: str, value: Any) -> str:
 
 
 def string(what: str, name: str, value: Any) -> str:
-  """Returns a string."""
   if not isinstance(value, str):
     raise wrong_type(what, name, value, "a string")
   return value

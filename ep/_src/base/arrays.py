@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks arguments that are arrays, dtypes or functions of arrays.
 
-As in arguments.py, each message begins with `what`.
+Each error message begins with `what`, the name of the public function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def array(what: str, name: str, value: Any) -> jax.Array:
   the upper 32 bits without an error.
 
   Raises:
-    ValueError: such an integer does not fit into 32 bits.
+    ValueError: an integer of NumPy or Python does not fit into 32 bits.
   """
   for leaf in jax.tree.leaves(value):
     if isinstance(leaf, jax.Array):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface between the ops and the backends that run them.
 
-A `Backend` says which meshes it can serve and connects the processes of one.
-The `Connection` that it returns lowers the group's ops until it is closed.
+A `Backend` checks whether it can serve a mesh, and connects the processes of
+the mesh. The resulting `Connection` lowers the group's ops until `close`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.base.meshes import Mesh
 
-# The five ops that a connection lowers.
 OPS = (
   "ep_prepare",
   "ep_dispatch",
@@ -32,20 +31,20 @@ OPS = (
 )
 
 
-# `Connection.cached` keeps this many results, the most recently used ones.
+# The size of the LRU cache of `Connection.cached`.
 _CACHED = 256
 
 
 class CannotServe(ValueError):
-  """A backend cannot serve these devices or processes; another may."""
+  """The error of a backend that cannot serve a mesh; another backend may."""
 
 
 class GroupMemory(NamedTuple):
   """The host memory of a group, in bytes.
 
   Attributes:
-    reserved: address space.
-    resident: pages of it that were ever touched.
+    reserved: the reserved address space.
+    resident: the reserved pages that were ever touched.
   """
 
   reserved: int
@@ -57,13 +56,13 @@ class OpParams:
   """The static parameters of every op.
 
   Attributes:
-    connection: lowers the op.
+    connection: the connection that lowers the op.
     layer: the layer's configuration.
     num_tokens: T, tokens of this rank.
     tail: the rows that dispatch writes past the last slab: "zero",
       "unspecified" or, in checked mode, "nan".
-    checked: whether the op was traced in checked mode.
-    in_trace: whether the op was traced for a trace.
+    checked: whether JAX traced the op in checked mode.
+    in_trace: whether JAX traced the op inside `ep.trace`, or with EP_TRACE.
   """
 
   connection: Connection = dataclasses.field(repr=False)
@@ -75,30 +74,30 @@ class OpParams:
 
   @property
   def drop(self) -> bool:
-    """Whether `ep_prepare` drops rows past the capacity, or fails."""
+    """Whether `ep_prepare` drops rows past the capacity instead of failing."""
     return self.layer.overflow != "error"
 
   @property
   def capacity(self) -> int:
-    """C: receive rows of a rank."""
+    """C: the number of receive rows of a rank."""
     return self.layer.capacity_for(self.num_tokens)
 
 
 class Connection:
-  """Connects the ranks of a group, and lowers the group's ops.
+  """A process's connection to a group's ranks, which lowers the group's ops.
 
   `Backend.connect` makes a connection on each process of the mesh. The
   connection is open until `close`, or until `release`, which Python calls when
-  it collects the user's `EpGroup`. The parameters of ops also refer to the
-  connection.
+  it collects the user's `EpGroup`. JAX's caches may keep the connection longer,
+  because it is a parameter of ops.
 
   A forked child can neither use nor close the connections of its parent.
 
   Attributes:
-    group: the group as it was connected.
-    weighs: whether "ep_combine" multiplies rows by weights. Otherwise the op is
-      lowered without weights, for rows that were multiplied before.
-    has_trace: whether the connection can be traced.
+    group: the group's configuration, with the backend's defaults resolved.
+    weighs: whether "ep_combine" multiplies rows by weights. If not, the caller
+      multiplies the rows before, and the op has no weights.
+    has_trace: whether `ep.trace` can record the group's ops.
   """
 
   weighs = True
@@ -149,7 +148,7 @@ class Connection:
       )
 
   def close(self) -> None:
-    """Makes later ops fail. Idempotent; no effect in a forked child.
+    """Makes later ops fail. Idempotent. Does nothing in a forked child.
 
     Raises:
       ValueError, RuntimeError: a peer waits for an op that this process has not
@@ -165,12 +164,13 @@ class Connection:
       _open.pop(self.group.name, None)
 
   def start_trace(self, path: str) -> None:
-    """Traces its ops, for this process's part of a file; see `ep.trace`.
+    """Starts to record the group's ops, for `ep.trace`.
 
-    `stop_trace` and `close` write the part.
+    `stop_trace` and `close` write the records to `<path>.part<i>`, where i is
+    the index of this process in the mesh.
 
     Raises:
-      ValueError, OSError: it cannot be written.
+      ValueError, OSError: the file cannot be written.
       RuntimeError: a trace is on.
     """
     if self._is_traced:
@@ -195,20 +195,20 @@ class Connection:
     self._is_traced = True
 
   def stop_trace(self) -> None:
-    """Ends the trace, if it is on, and writes this process's file."""
+    """Ends the trace, if one is on, and writes this process's records."""
     if self._is_open and self._is_traced:
       self._is_traced = False
       self._stop_trace()
 
   def _start_trace(self, part: str) -> None:
-    """Traces to a file whose first line describes this process."""
+    """Starts to record ops for the file `part`, which has a first line."""
     raise NotImplementedError
 
   def _stop_trace(self) -> None:
     raise NotImplementedError
 
   def finalize(self) -> None:
-    """Calls `check`, then `close` in any case; raises what they raise."""
+    """Calls `check`, and then `close`, even if `check` raises."""
     if not self.is_open:
       return
     try:
@@ -217,16 +217,16 @@ class Connection:
       self.close()
 
   def release(self) -> None:
-    """Closes the connection once no program uses it. No effect in a child."""
+    """Closes the connection once no program uses it, but not in a fork."""
     if self.is_open:
       _open.pop(self.group.name, None)
       self._cached.cache_clear()
       self._release()
 
   def check(self) -> None:
-    """Waits for the device, and raises a failure that no op has reported.
+    """Waits for the device, and raises a failure that no op has raised yet.
 
-    Collective where the failure may end the group.
+    Collective with backends whose `check` may close the group.
 
     Raises:
       ValueError, RuntimeError: the failure of an earlier op, once.
@@ -237,18 +237,17 @@ class Connection:
     return GroupMemory(reserved=0, resident=0)
 
   def waited(self) -> float:
-    """Returns for how many seconds a rank has waited; see `EpGroup.waited`."""
+    """Returns the seconds that a rank has waited for peers, on average."""
     return 0.0
 
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
     """Raises `ValueError` if `op` cannot run on `mesh`.
 
-    `mesh` has the axes of the group's mesh, but perhaps another order of
-    devices.
+    `mesh` has the axes of the group's mesh, perhaps in another device order.
     """
 
   def mem_bytes(self, params: OpParams) -> int:
-    """Returns the bytes of `EpHandle.mem`.
+    """Returns the size of `EpHandle.mem`, in bytes.
 
     Raises:
       ValueError: the layer or the number of tokens exceeds a limit.
@@ -258,7 +257,7 @@ class Connection:
   def lower(
     self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
-    """Lowers one of `OPS` to values of the module in `ctx`.
+    """Lowers `op`, one of the five `OPS`, to values of the module in `ctx`.
 
     Operands and results have the shapes of one rank. "ep_combine" has a third
     operand, the weights, if the user passed them and the connection `weighs`.
@@ -273,7 +272,7 @@ class Connection:
 
 
 class Join(Protocol):
-  """Returns what `introduce` returned on each process of the same domain.
+  """A function that returns the results of `introduce` on a domain's processes.
 
   Collective over the processes of the mesh; see group/agreement.py.
   """
@@ -287,48 +286,46 @@ class Join(Protocol):
 
 
 class Backend:
-  """A way to run the ops, without state."""
+  """The base class of backends, which have no state."""
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
-    """Raises `CannotServe` if it cannot serve the mesh. Not collective."""
+    """Raises `CannotServe` for an unsupported mesh. Not collective."""
 
   def check_sizes(self, group: GroupConfig) -> None:
-    """Raises `ValueError` if it needs a size that the group leaves open."""
+    """Raises `ValueError` if the group lacks a size that the backend needs."""
 
   def probe(self) -> str:
-    """Returns the native software that it would use in this process, or "".
+    """Returns a line about the backend's native software, or "" for none.
 
     Raises:
-      RuntimeError, ValueError, OSError: something that it needs is missing. The
-        message says how to get it.
+      RuntimeError, ValueError, OSError: needed software is missing. The message
+        says how to get it.
     """
     return ""
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
     """Connects the ranks of a group, which `check_mesh` has accepted.
 
-    Collective over the processes of the mesh. The caller closes the result,
-    whose `group` may have resolved defaults that `group` leaves open. The
-    backend calls `join` once: it checks that all processes agree on the group,
-    and exchanges their introductions.
+    Collective over the processes of the mesh. The caller closes the connection,
+    whose `group` may resolve more defaults. The backend calls `join` once,
+    which checks that all processes agree on the group, and exchanges their
+    introductions.
 
     Raises:
-      CannotServe: on every process, if it cannot serve the processes.
+      CannotServe: on every process, if the backend cannot serve the processes.
       ValueError: the processes disagree, or the group's name is taken.
       RuntimeError: the processes cannot be connected.
     """
     raise NotImplementedError
 
 
-# The open connections of this process that are not released, by group name.
+# This process's connections that are neither closed nor released, by name.
 _open: dict[str, Connection] = {}
 
 
 def is_open(name: str) -> bool:
-  """Returns whether this process has an open group of this name."""
   return name in _open
 
 
 def open_connections() -> list[Connection]:
-  """Returns the connections that are neither closed nor released."""
   return list(_open.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps the parts of JAX that are not stable, for jax 0.10.2 and newer.
+"""Wraps unstable APIs of JAX, for jax 0.10.2 and newer.
 
 No other module of the package imports `jax._src`, `jax.interpreters`,
 `jax.experimental` or `jax.extend`.
@@ -50,13 +50,13 @@ def context_mesh() -> jax.sharding.AbstractMesh | None:
 
 
 def is_on_one_device() -> bool:
-  """Returns whether arrays here belong to one device, as in `shard_map`."""
+  """Returns whether all axes are manual, so that arrays are on one device."""
   mesh = context_mesh()
   return mesh is not None and manual_axes() == frozenset(mesh.axis_names)
 
 
 def in_a_program() -> bool:
-  """Returns whether calls here are traced into a larger program."""
+  """Returns whether the caller is being traced into a jitted program."""
   return _core.unsafe_am_i_under_a_jit()
 
 
@@ -71,13 +71,13 @@ def compiler_options() -> dict[str, str]:
 
 
 def concrete_context_mesh() -> jax.sharding.Mesh | None:
-  """Returns the mesh of devices of `jax.set_mesh`, or None."""
+  """Returns the mesh of devices that `jax.set_mesh` has set, or None."""
   mesh = _mesh.get_concrete_mesh()
   return None if mesh.empty else mesh
 
 
 def vary_together(*xs: Any, axes: Iterable[str] = ()) -> Any:
-  """Casts pytrees of values to vary over all their mesh axes and `axes`.
+  """Casts all arrays to vary over the union of their mesh axes and `axes`.
 
   Inside `shard_map(check_vma=True)` the operands of a primitive, and the carry
   of a loop before and after a step, must vary over the same mesh axes. The
@@ -99,7 +99,7 @@ def vary_together(*xs: Any, axes: Iterable[str] = ()) -> Any:
 
 
 def is_batched(tree: Any) -> bool:
-  """Returns whether `vmap` is the innermost transformation of a leaf.
+  """Returns whether `vmap` is the innermost transformation of any leaf.
 
   In `vmap(grad(f))` the innermost transformation is `grad`.
   """
@@ -111,12 +111,12 @@ def is_batched(tree: Any) -> bool:
 
 
 def checks_vma() -> bool:
-  """Returns whether JAX tracks here over which mesh axes values vary."""
+  """Returns whether JAX tracks varying mesh axes here (`check_vma=True`)."""
   return bool(_config._check_vma.value)
 
 
 def out_aval(shape: Sequence[int], dtype: Any, like: Any) -> Any:
-  """Returns the abstract value of an output that varies as `like` does."""
+  """Returns an abstract value that varies over the mesh axes of `like`."""
   spec = jax.sharding.PartitionSpec(*[None] * len(shape))
   return like.update(
     shape=shape,
@@ -138,11 +138,11 @@ def zero_tangent(x: Any) -> ad.Zero:
 
 
 def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a lowering to `fn`, a function of one device's arrays.
+  """Returns a lowering rule that traces `fn` with one device's arrays.
 
   `fn` may call collectives over the axes of the enclosing `shard_map`, because
-  JAX lowers the body with these axes in scope. `fn` ignores over which axes
-  values vary: `vary_together` checked that when the op was bound. In `fn`,
+  JAX lowers the body with these axes in scope. JAX does not check varying axes
+  in `fn`: `vary_together` cast the operands when the op was bound. In `fn`,
   Explicit axes that are not manual are Auto.
   """
   lower = mlir.lower_fun(fn, multiple_results=True)
@@ -168,15 +168,15 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
   return lower_unchecked
 
 
-# The primitives whose lowering we replaced. The set is part of the key of JAX's
-# caches, so that JAX does not reuse older programs.
+# The primitives whose lowering `lower_instead` replaced. The set is part of the
+# key of JAX's caches, so JAX does not reuse programs with the old lowering.
 _replaced = jax.make_user_context(default_value=frozenset())
 
 
 def lower_instead(
   primitive: Primitive, rule: Callable[..., Any], platform: str
 ) -> Callable[[], None]:
-  """Replaces the lowering of a primitive of JAX; returns a function to undo it.
+  """Replaces the lowering of a JAX primitive; returns a function to undo it.
 
   Does nothing if the lowering was replaced before.
   """
@@ -198,15 +198,15 @@ def lower_instead(
 
 
 def next_position(ctx: LoweringContext) -> int:
-  """Returns the next number of the lowered module; equal on all processes."""
+  """Returns a serial number in the lowered module, equal on all processes."""
   return ctx.module_context.new_channel()
 
 
 def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
   """Returns a context that names the instructions lowered in it.
 
-  Profilers show the name, in which XLA replaces invalid characters by "_" and
-  to which it appends a number.
+  Profilers show the name. XLA replaces its invalid characters by "_", and
+  appends a number.
   """
   context: contextlib.AbstractContextManager[Any]
   context = mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
@@ -233,7 +233,7 @@ def local_device(ctx: LoweringContext) -> jax.Device | None:
 
 
 def leaves_axes_automatic(ctx: LoweringContext) -> bool:
-  """Returns whether a `shard_map` leaves axes Auto, so cannot call Python."""
+  """Returns whether the `shard_map` has Auto axes, so cannot call Python."""
   context = ctx.module_context.axis_context
   if not isinstance(context, mlir.SPMDAxisContext):
     return False
@@ -241,7 +241,7 @@ def leaves_axes_automatic(ctx: LoweringContext) -> bool:
 
 
 def program_mesh(ctx: LoweringContext) -> Any:
-  """Returns the mesh of the `shard_map` that is lowered."""
+  """Returns the mesh of the `shard_map` that JAX is lowering."""
   context = ctx.module_context.axis_context
   assert isinstance(context, mlir.SPMDAxisContext)
   return context.mesh
@@ -276,13 +276,13 @@ def run_once_in_remat(primitive: Primitive) -> None:
 def lower_to_python(
   ctx: LoweringContext, fn: Callable[..., Any], *operands: Any
 ) -> Sequence[Any]:
-  """Lowers to a call of `fn` with NumPy arrays, which returns NumPy arrays.
+  """Lowers to a call of `fn`, which takes and returns NumPy arrays.
 
   The arguments are valid until `fn` returns. An operation that uses a result
-  waits for the call. The program fails if `fn` raises. Unlike
-  `jax.debug.callback`, this puts no array on a device, which would take most of
-  the time and might wait for the thread that runs the callback, and adds no
-  effect, with which JAX would launch the program from Python.
+  waits for the call. The program fails if `fn` raises. `jax.debug.callback`
+  would put arrays on a device, which takes most of its time and might wait for
+  the thread of the callback. Its effect would make JAX launch the program from
+  Python.
   """
   results, *_ = mlir.emit_python_callback(
     ctx,
@@ -298,17 +298,16 @@ def lower_to_python(
 
 
 def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a lowering to a call of a function whose body `lower` makes.
+  """Returns a lowering that runs `lower`'s operations on the collective stream.
 
-  XLA:GPU runs the call on the stream of its collectives, in one order with
-  them. Otherwise two communicators that overlap might wait for each other
-  indefinitely. TransformerEngine and
+  XLA:GPU runs a call of an annotated function on the stream of its collectives,
+  in one order with them. On another stream, two communicators that overlap
+  might wait for each other indefinitely. TransformerEngine and
   `jax.experimental.compute_on("gpu_stream:collective")` do the same
   (openxla/xla#39604).
 
   The function returns a tuple. If the call had several results, XLA would copy
-  the annotation to the operations that read them, and would also run these
-  operations on that stream.
+  the annotation to their readers, which would run on that stream as well.
   """
 
   def lower_call(ctx: Any, *operands: Any, **params: Any) -> list[Any]:
@@ -343,9 +342,9 @@ def module_note(
 ) -> str:
   """Returns the attribute "ep.<key>" of the lowered module.
 
-  If it is not set, `make(name)` returns it, for the module's name, like
-  "jit_step". An object in `ModuleContext.keepalives` would live as long, but a
-  module that has such objects cannot be exported.
+  An attribute that is not set becomes `make(name)`, where `name` is the
+  module's name, like "jit_step". An object in `ModuleContext.keepalives` would
+  live as long, but JAX cannot export a module with such objects.
   """
   attributes = ctx.module_context.module.operation.attributes
   note = f"ep.{key}"
@@ -366,10 +365,10 @@ def distributed_process() -> int:
 
 
 def bind_cpu_collectives() -> None:
-  """Binds XLA's collectives between CPUs to the coordinator's network.
+  """Binds XLA's CPU collectives to the interface that reaches the coordinator.
 
   By default Gloo binds to the address of the host's name. Often that is
-  127.0.0.1, which no other host reaches. If there is none, JAX has no CPUs.
+  127.0.0.1, which no other host reaches. Without an address, JAX has no CPUs.
   """
   if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
     return
@@ -380,9 +379,9 @@ def bind_cpu_collectives() -> None:
       name.strip("[]"), port, type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-      probe.connect(address)  # sends nothing
+      probe.connect(address)  # UDP: sends nothing
       own = probe.getsockname()[0]
-  except OSError:  # the address is no host and port
+  except OSError:  # the coordinator's address is no host and port
     return
 
   def make_client() -> Any:

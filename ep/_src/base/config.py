@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of a group and a layer, without a connection.
+"""The configurations of a group and of a layer, without a connection.
 
-`EpGroup` and `EpLayerConfig` (group.py) hold them. The parameters of ops hold a
-`LayerConfig`, because JAX's caches keep parameters, and must not keep a group
-open.
+`EpGroup` and `EpLayerConfig` (group.py) wrap them. An op's primitive has a
+`LayerConfig` as parameter: JAX's caches keep parameters alive, and must not
+keep a group open.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _OPTIONAL_SIZES = (
   "recv_capacity_per_rank",
 )
 
-# The value of a field before it is resolved. The annotation of the field is the
-# type of the resolved value.
+# The default of a field that `__post_init__` resolves. The field's annotation
+# is the type of the resolved value.
 _INHERITED: Any = None
 
-# The fields of a group on which a compiled program depends, besides the shape
-# of its mesh. The others are attributes of each op, or do not change results.
+# Besides the mesh's shape, compiled programs depend on these fields of a group.
+# The remaining fields are attributes of each op, or do not change results.
 _OF_PROGRAMS = (
   "axis_name",
   "data_axes",
@@ -48,7 +48,7 @@ _OF_PROGRAMS = (
 
 
 class NotCopied:
-  """An immutable object whose copies are the object itself.
+  """A base class: `copy.copy` and `copy.deepcopy` return the object itself.
 
   A copy of a group could close the group, and would repeat its program names.
   Copies of the functions in a `MoEConfig` would not be equal.
@@ -134,12 +134,12 @@ class GroupConfig:
 
   @property
   def ep_size(self) -> int:
-    """P: ranks of an EP domain."""
+    """P: the number of ranks of an EP domain."""
     return int(self.mesh.shape[self.axis_name])
 
   @property
   def num_local_experts(self) -> int:
-    """L: experts of a rank."""
+    """L: the number of experts of a rank."""
     return self.num_experts // self.ep_size
 
   @property
@@ -149,7 +149,7 @@ class GroupConfig:
 
   @property
   def num_token_ranks(self) -> int:
-    """R: ranks that hold distinct tokens."""
+    """R: the number of ranks that hold distinct tokens."""
     return math.prod(self.mesh.shape[a] for a in self.token_axes)
 
   def __repr__(self) -> str:
@@ -166,10 +166,10 @@ class GroupConfig:
 
   @property
   def program_text(self) -> str:
-    """The fields on which programs of the group depend, as text.
+    """The text of the fields on which compiled programs of the group depend.
 
-    An exported program contains the name and this text of its group. A live
-    group of the same name with another text refuses the program.
+    An exported program contains its group's name and this text. A live group
+    of the same name refuses the program if its text differs.
     """
     mesh = ", ".join(f"{a} = {n}" for a, n in self.mesh.shape.items())
     texts = self.texts()
@@ -243,7 +243,7 @@ class LayerConfig:
       f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
       ' drop_by="slot".',
     )
-    # Without a limit, an op may have as few as one token.
+    # Without max_tokens_per_rank, check the sizes of an op with one token.
     most = 1 if group.max_tokens_per_rank is None else group.max_tokens_per_rank
     self.check_tokens(what, most)
     worst_case = self.worst_case(most)
@@ -256,7 +256,7 @@ class LayerConfig:
       self.capacity_factor is None and group.recv_capacity_per_rank is not None
     ):
       inherit("recv_capacity_per_rank", self.rows_for(most))
-    # A rank needs a slab for each local expert, unless fewer rows can arrive.
+    # C must fit an aligned slab per local expert, or a smaller worst case.
     least = min(group.num_local_experts * self.alignment, worst_case)
     rows = self.capacity_for(most)
     check(
@@ -268,7 +268,7 @@ class LayerConfig:
     )
 
   def __repr__(self) -> str:
-    """Names the group, and leaves out values that the layer inherits."""
+    """Returns the names of layer and group, top_k, and values not inherited."""
     others = dataclasses.fields(LayerConfig)[1:-1]
     defaults = {f.name: getattr(self.group, f.name, f.default) for f in others}
     values = {name: getattr(self, name) for name in defaults}
@@ -282,7 +282,7 @@ class LayerConfig:
 
   @property
   def capacity(self) -> int:
-    """C: receive rows of a rank, if it is the same for all ops.
+    """C: the number of receive rows of a rank, if it is the same for all ops.
 
     Raises:
       ValueError: C depends on the tokens of an op; see `capacity_for`.
@@ -332,7 +332,7 @@ class LayerConfig:
       f"{num_tokens} tokens on a rank, but max_tokens_per_rank = {most}; raise"
       " it with ep_resize, or split the tokens.",
     )
-    # See ValidateDims in ep_ffi/core/plan.cc.
+    # The native libraries check the same bound: ValidateDims in plan.cc.
     rows = (
       self.ep_size * num_tokens * self.top_k
       + self.num_local_experts * self.alignment
@@ -348,7 +348,7 @@ class LayerConfig:
     )
 
   def rule(self, is_weighted: bool) -> str:
-    """Returns the rule that keeps choices: "slot", "weight" or "fair".
+    """Returns the rule for keeping choices: "slot", "weight" or "fair".
 
     Returns "slot" if `overflow` drops nothing. Otherwise returns `drop_by`,
     whose default is "fair" with weights and "slot" without.
@@ -359,12 +359,10 @@ class LayerConfig:
 
   @property
   def ep_size(self) -> int:
-    """P: ranks of an EP domain."""
     return self.group.ep_size
 
   @property
   def num_local_experts(self) -> int:
-    """L: experts of a rank."""
     return self.group.num_local_experts
 
   @property
@@ -383,11 +381,11 @@ class LayerConfig:
 
 
 def token_dtype(what: str, name: str, value: Any) -> jnp.dtype:
-  """Returns a dtype of tokens.
+  """Returns `value` as a dtype that tokens can have.
 
   Raises, with a message that begins with `what`:
     TypeError: `value` names no dtype.
-    ValueError: it names a dtype that tokens cannot have.
+    ValueError: tokens cannot have this dtype.
   """
   dtype = arrays.dtype(what, name, value)
   arguments.check(
@@ -399,6 +397,5 @@ def token_dtype(what: str, name: str, value: Any) -> jnp.dtype:
 
 
 def short_repr(name: str, values: dict[str, Any]) -> str:
-  """Returns the `repr` of an object of class `name` with these values."""
   fields = ", ".join(f"{name}={value!r}" for name, value in values.items())
   return f"{name}({fields})"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contexts that change how programs are traced.
 
-Each value is part of the key of `jax.jit`'s caches.
+The value of each context is part of the key of `jax.jit`'s caches.
 """
 
 from __future__ import annotations
@@ -44,30 +44,29 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
 
 
 def is_checked() -> bool:
-  """Returns whether ops that are traced here are checked."""
   return bool(_checked.value)
 
 
 def tail(asked: str) -> str:
-  """Returns the tail that ops traced here write past the last slab.
+  """Returns how ops traced here fill the rows past the last slab.
 
   An unspecified tail is NaN in checked mode, and zero under jax_debug_nans and
   jax_debug_infs, because JAX would fail ops that return a NaN. JAX does not
-  trace a function again when such an option changes.
+  trace a function again when one of the two debug options changes.
   """
   if asked == "zero" or jax.debug_nans.value or jax.debug_infs.value:
     return "zero"
   return "nan" if is_checked() else asked
 
 
-# Whether ops that are traced here are part of a trace; see `ep.trace`.
+# Whether programs that JAX traces now also record times for `ep.trace`.
 in_trace = jax.make_user_context(
   default_value=os.environ.get("EP_TRACE", "") != ""
 )
 
-# The trace callback: a hashable function that `ep_prepare` calls with each
-# routing that it traces, or None. The call is
-# `trace_callback.value(layer, topk_idx, topk_weights, leaves)`, with the arrays
-# of a rank, where `topk_weights` may be None, and the leaves of the handle. The
-# callback returns the leaves, so that a program that uses one runs its effects.
+# The trace callback: None, or a hashable function that `ep_prepare` calls with
+# each routing that JAX traces: `f(layer, topk_idx, topk_weights, leaves)`. The
+# arrays are of one rank; `topk_weights` may be None; `leaves` are the leaves of
+# the handle. The callback returns the leaves. A program that uses a leaf also
+# runs the callback's effects.
 trace_callback = jax.make_user_context(default_value=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EpError, and errors that several backends raise."""
+"""`EpError`, and the errors that several backends raise."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import numpy as np
 
 from ep._src.base import arguments, compat
 
-# A tuple, because JAX chooses the class when a running program fails. Usually
-# JAX raises `jax.errors.JaxRuntimeError`, a RuntimeError. If a repeated call of
-# a jitted function fails before it returns, JAX's C++ path raises a ValueError.
+# The errors of failed programs. JAX chooses the class: usually a RuntimeError,
+# `jax.errors.JaxRuntimeError`. If a repeated call of a jitted function fails
+# before it returns, JAX's C++ path raises a ValueError.
 EpError: tuple[type[Exception], ...] = (RuntimeError, ValueError)
 
-# The number that means that all choices are right. It exceeds all others.
+# The `fault` of a routing without a wrong choice; larger than all other faults.
 NO_FAULT = np.int32(arguments.INT32_MAX)
 
 
 def wrong_choice(
   what: str, fault: int, expert: int, top_k: int, num_experts: int
 ) -> ValueError:
-  """Returns the error of a choice of `expert`, as in ep_ffi/core/faults.h.
+  """Returns the error for an invalid entry `expert` of `topk_idx`.
 
-  `fault` is twice the index of the choice in `topk_idx.reshape(-1)`, plus one
-  if the expert is repeated rather than out of range.
+  `fault` is twice the index of the entry in `topk_idx.reshape(-1)`, plus one
+  if the expert is repeated rather than out of range. The text is the same as in
+  ep_ffi/core/faults.h.
   """
   choice, repeats = divmod(fault, 2)
   token, k = divmod(choice, top_k)
@@ -52,11 +53,9 @@ def fail_if(
   """Raises an error from inside a jitted program that has no custom call.
 
   If `failed`, which must be equal on all ranks, the program calls `fail` with
-  `args` as NumPy arrays, and `fail` raises.
-
-  Returns 0, or 1 if `failed` and the program cannot call Python. Later
-  exchanges must depend on the result, so that no rank waits in one for a rank
-  that has failed.
+  `args` as NumPy arrays, and `fail` raises. Returns 0, or 1 if `failed` and the
+  program cannot call Python. Later exchanges must depend on the result, so that
+  no rank waits for a failed rank.
   """
   if not can_raise:
     return failed.astype(jnp.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity functions that change how JAX differentiates or saves a value."""
+"""Identity functions that change how JAX differentiates or saves an array."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Tree = TypeVar("_Tree")
 
 
 def keep_routing(x: _Tree) -> _Tree:
-  """Returns x, which `jax.checkpoint` saves with any policy.
+  """Returns x, and makes `jax.checkpoint` save x with any policy.
 
   A router that ran again in the backward pass could choose other experts: XLA
   keeps some bfloat16 values in float32 where it fuses operations, and rounds
@@ -46,8 +46,8 @@ compat.run_once_in_remat(_keep_p)
 def reverse_mode_only(message: str, arrays: Any) -> Any:
   """Returns the arrays; their forward-mode derivatives raise `TypeError`.
 
-  Reverse mode linearizes a function and then transposes the result. So a linear
-  op that refuses to run, but has a transpose, refuses only forward mode.
+  Reverse mode linearizes a function and then transposes the linear function. So
+  a linear op that can be transposed, but not run, fails only in forward mode.
   """
   return jax.tree.map(functools.partial(_same, message), arrays)
 

@@ -23,7 +23,7 @@ def has_devices(mesh: Mesh) -> TypeGuard[jax.sharding.Mesh]:
 
 
 def domains(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
-  """Returns the devices as [num_domains, P], both axes in mesh order."""
+  """Returns the mesh's devices as an array [num_domains, P], in mesh order."""
   axis = mesh.axis_names.index(axis_name)
   return np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.shape[axis_name])
 
@@ -31,7 +31,7 @@ def domains(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
 def processes(mesh: Mesh) -> list[int]:
   """Returns the processes that have devices in the mesh, in ascending order.
 
-  A mesh without devices belongs to this process alone.
+  For an `AbstractMesh`, the list contains only this process.
   """
   if not has_devices(mesh):
     return [jax.process_index()]
@@ -39,7 +39,7 @@ def processes(mesh: Mesh) -> list[int]:
 
 
 def places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset[Any]]:
-  """Returns the (axis, index) pairs of each device."""
+  """Returns the mesh coordinates of each device, as (axis, index) pairs."""
   return {
     device: frozenset(zip(mesh.axis_names, index, strict=True))
     for index, device in np.ndenumerate(mesh.devices)
@@ -47,7 +47,7 @@ def places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset[Any]]:
 
 
 def index(mesh: Mesh, axes: Iterable[str]) -> jax.Array:
-  """Returns this rank's index along some axes, inside `jax.shard_map`."""
+  """Returns this rank's row-major index over `axes`, inside a shard_map."""
   at: jax.Array = jnp.int32(0)
   for axis in axes:
     if (size := mesh.shape[axis]) > 1:
@@ -56,6 +56,6 @@ def index(mesh: Mesh, axes: Iterable[str]) -> jax.Array:
 
 
 def index_of_rank(mesh: Mesh, axis_name: str) -> jax.Array:
-  """Returns this rank's index in `domains`, flattened, inside a shard_map."""
+  """Returns this rank's index in `domains(...).flat`, inside a shard_map."""
   others = [axis for axis in mesh.axis_names if axis != axis_name]
   return index(mesh, [*others, axis_name])

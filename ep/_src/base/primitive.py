@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes JAX primitives, and names the programs in which they are lowered."""
+"""Creates JAX primitives, and gives lowered programs unique names."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def new(
   static: Sequence[str] = (),
   cacheable: bool = True,
 ) -> compat.Primitive:
-  """Makes a primitive with several results and no derivative.
+  """Creates a JAX primitive that returns a list and has no derivative.
 
-  `vmap` applies it to one example after another, unless the caller registers
-  another rule.
+  `vmap` binds the primitive for one example after another, unless the caller
+  registers another batching rule.
 
   Args:
     name: the name of the primitive in programs.
@@ -41,7 +41,7 @@ def new(
     static: the names of the parameters. Eager calls then compile once for each
       set of abstract values and parameters, also under `jax.disable_jit`.
     cacheable: whether JAX may lower equal calls of a program only once. False
-      if each call has a separate position.
+      if each call is lowered with a serial number.
   """
   primitive = compat.Primitive(name)
   primitive.multiple_results = True
@@ -86,7 +86,7 @@ def new(
 
 
 def batch_elementwise(primitive: compat.Primitive) -> None:
-  """Makes `vmap` apply a primitive of one operand to the batched operand."""
+  """Makes `vmap` bind a one-operand primitive once, with the whole batch."""
 
   def batch(args: Any, dims: Any, **params: Any) -> Any:
     return primitive.bind(*args, **params), dims
@@ -98,13 +98,13 @@ class ProgramNames:
   """Numbers the programs of a group in the order of their lowering.
 
   The native engine matches ops of different ranks by XLA's fingerprint of their
-  program, and programs of equal functions would have equal fingerprints. The
-  number makes their texts, and so their fingerprints, differ. Thread-safe.
+  program. Without a number in the program's text, two programs of equal
+  functions would have equal fingerprints. Thread-safe.
   """
 
   def __init__(self, group: str):
     self._group = group
-    # Two threads may lower concurrently: `next` of a count is atomic.
+    # Threads may lower programs concurrently; `next` of a count is atomic.
     self._count: collections.defaultdict[str, itertools.count[int]]
     self._count = collections.defaultdict(itertools.count)
 

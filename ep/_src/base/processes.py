@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress of each rank, for its launcher, and the namespaces of processes.
+"""Files that tell a launcher the states of its ranks; process namespaces.
 
 The launcher sets EP_LAUNCH_STATE to a path. When a rank reaches a state, the
 rank writes the time to the file `<path>.<state>`:
@@ -21,20 +21,20 @@ VARIABLE = "EP_LAUNCH_STATE"
 
 
 def tell(state: str) -> None:
-  """Tells the launcher, if one started this process, that it is in a state."""
+  """Tells the launcher of this process, if any, that it reached `state`."""
   if path := os.environ.get(VARIABLE):
-    # The file exists already, or that launcher has terminated.
+    # OSError: the file exists already, or the launcher has terminated.
     with contextlib.suppress(OSError), open(f"{path}.{state}", "x") as file:
       file.write(str(time.monotonic()))
 
 
 def told(path: pathlib.Path, state: str) -> bool:
-  """Returns whether the rank with this path has reached a state."""
+  """Returns whether the rank with EP_LAUNCH_STATE = `path` reached `state`."""
   return _file(path, state).exists()
 
 
 def time_told(path: pathlib.Path, state: str) -> float | None:
-  """Returns when, by `time.monotonic`, the rank reached a state, or None."""
+  """Returns the `time.monotonic` at which a rank reached `state`, or None."""
   try:
     return float(_file(path, state).read_text())
   except (OSError, ValueError):
@@ -47,13 +47,13 @@ def _file(path: pathlib.Path, state: str) -> pathlib.Path:
 
 @functools.cache
 def boot_id() -> str:
-  """Returns the id of this boot of the machine; OSError if not on Linux."""
+  """Returns the id of this machine's boot; raises OSError if not on Linux."""
   return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @functools.cache
 def namespace(kind: str = "pid") -> str | None:
-  """Returns the id of this process's namespace of a kind; None if not on Linux.
+  """Returns the id of this process's Linux namespace; None if not on Linux.
 
   A process id is only valid in its namespace of the kind "pid".
   """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the public modules: their names, and the JAX that they need."""
+"""Sets up public modules: collects their names, and checks JAX's version."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _FLOOR = "0.10.2"
 def names(module: dict[str, Any]) -> list[str]:
   """Returns the public names of a module's globals, for its `__all__`.
 
-  Makes functions and classes of private files members of the module, for
-  `help`, tracebacks and pickle.
+  Also sets the `__module__` of functions and classes of private files to the
+  public module, for `help`, tracebacks and pickle.
   """
   private = "ep._src.", "ep._tools.", f"{module['__name__']}._"
   found = sorted(name for name in module if not name.startswith("_"))
   for value in map(module.__getitem__, found):
     if getattr(value, "__module__", "").startswith(private):
       if isinstance(value, type):
-        # Text annotations would be evaluated in the public module.
+        # Evaluate text annotations before the value of `__module__` changes.
         hints = get_type_hints(value)
         value.__annotations__ = {n: hints[n] for n in value.__annotations__}
       value.__module__ = module["__name__"]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers: float rows as fp8 rows, with a scale per block.
+"""Quantizers from float rows to fp8 rows with a scale per block, and back.
 
 All compilers give the same bits, because maxima, exponents and roundings are
 integer operations. With float operations, a cast to float8 might round twice, a
 compiler might flush denormals, or turn a division by a constant into a product.
 The remaining float operations are a product and a sum for each element, which
 no compiler can fuse, and for float32 scales a quotient and a product for each
-block. Their overflows and underflows do not change a result.
+block. Overflows and underflows of these operations do not change a result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from ep._src.base import arguments
 
-# The least positive number of each row dtype.
+# The least positive number of each dtype of quantized rows.
 _LEAST = {
   "float8_e4m3fn": 2.0**-9,
   "float8_e5m2": 2.0**-16,
@@ -32,18 +32,18 @@ _LEAST = {
 ROW_DTYPES = tuple(_LEAST)
 SCALE_DTYPES = ("float32", "bfloat16", "float8_e8m0fnu")
 
-_SIGN, _INFINITY, _LEAST_NORMAL = 1 << 31, 0x7F800000, 1 << 23  # of float32
-_LARGEST = 448  # of float8_e4m3fn
-_NAN = 0x7F  # of float8_e4m3fn
+_SIGN, _INFINITY, _LEAST_NORMAL = 1 << 31, 0x7F800000, 1 << 23  # float32 bits
+_LARGEST = 448  # the largest finite float8_e4m3fn
+_NAN = 0x7F  # the bits of a NaN of float8_e4m3fn
 
 
 class Format(NamedTuple):
-  """A way to quantize.
+  """A quantized format: its block size and its function for scales.
 
   Attributes:
-    block: consecutive elements of a row that share a scale.
+    block: the number of consecutive elements of a row that share a scale.
     scales: maps the largest finite magnitude of each block, as the bits of a
-      float32, to the scales and the float32 factors of the elements.
+      float32, to the blocks' scales and the float32 factors of their elements.
   """
 
   block: int
@@ -75,7 +75,7 @@ def quantize(x: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:
     scales: float8_e8m0fnu [..., H / 32], or float32 [..., H / 128].
 
   Raises:
-    ValueError, TypeError: the format, shape or dtype is none of these.
+    ValueError, TypeError: the format, shape or dtype is not listed above.
   """
   x = jnp.asarray(x)
   op = "ep.quant.quantize"
@@ -113,13 +113,13 @@ def dequantize(
     rows: float8_e4m3fn, float8_e5m2, int8 or uint8 [..., H].
     scales: float32, bfloat16 or float8_e8m0fnu [..., S], where S divides H: a
       block is H / S consecutive elements.
-    dtype: of the result.
+    dtype: the dtype of the result.
 
   Returns:
-    [..., H].
+    The dequantized rows [..., H].
 
   Raises:
-    ValueError, TypeError: a shape or dtype is none of these.
+    ValueError, TypeError: a shape or dtype is not listed above.
   """
   rows, scales = jnp.asarray(rows), jnp.asarray(scales)
   op = "ep.quant.dequantize"
@@ -137,7 +137,7 @@ def dequantize(
 def multiply(
   rows: jax.Array, factors: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-  """Dequantizes rows; `factors(scales)` are the multipliers of the blocks."""
+  """Returns rows [..., H] times the factors [..., S] of their blocks."""
   is_default = rows.dtype == jnp.float8_e4m3fn
   blocks = _blocks(_values(rows) if is_default else rows, factors.shape[-1])
   products = blocks * factors[..., None]
@@ -145,7 +145,6 @@ def multiply(
 
 
 def check_format(what: str, field: str, format: str) -> None:
-  """Raises `ValueError` unless `format` names a quantizer."""
   arguments.check(
     isinstance(format, str) and format in FORMATS,
     what,
@@ -154,7 +153,7 @@ def check_format(what: str, field: str, format: str) -> None:
 
 
 def check_width(what: str, width: int, format: str) -> None:
-  """Raises `ValueError` unless rows of this width have whole blocks."""
+  """Raises `ValueError` unless the format's block size divides `width`."""
   block = FORMATS[format].block
   arguments.check(
     width > 0 and width % block == 0,
@@ -167,7 +166,7 @@ def check_width(what: str, width: int, format: str) -> None:
 def check_bytes(
   what: str, name: str, rows: jax.Array, scales: jax.Array
 ) -> None:
-  """Raises unless these are fp8 or int8 rows [..., H] and scales [..., S]."""
+  """Raises unless `rows` are fp8 or int8 [..., H], and `scales` [..., S]."""
   if rows.dtype.name not in ROW_DTYPES:
     raise TypeError(
       f"{what}: {name} is {rows.dtype}, but rows with scales are one of"
@@ -197,8 +196,8 @@ def _blocks(rows: jax.Array, count: int) -> jax.Array:
 def _largest(blocks: jax.Array) -> jax.Array:
   """Returns the maximum of each block [..., B].
 
-  Compilers for CPUs vectorize the first reduction. The barrier keeps XLA from
-  merging the two.
+  CPU compilers vectorize the maximum over groups of 16 columns. The barrier
+  keeps XLA from merging it with the second maximum.
   """
   *lead, width = blocks.shape
   columns = blocks.reshape(*lead, width // 16, 16).max(-2)
@@ -209,12 +208,12 @@ def _largest(blocks: jax.Array) -> jax.Array:
 def _nearest(ratios: jax.Array) -> jax.Array:
   """Returns the bits of the float8_e4m3fn nearest to float32 in [0, 448].
 
-  From 2^-6 on, they are the rounded upper bits of the float32 minus a constant;
-  a carry increments the exponent. Below 2^-6, float8 has the spacing 2^-9, like
-  float32 above 2^14, so a sum with 2^14 rounds. `normal` clips the ratio to at
-  least 2^-6, `small` to at most 2^-6, and their sum contains the code of 2^-6
-  once more than the result. The integer minimum keeps compilers from fusing the
-  sum with the product that made the ratio.
+  From 2^-6 on, the float8 bits are the rounded upper bits of the float32, minus
+  a constant; a carry increments the exponent. Below 2^-6, float8 has the
+  spacing 2^-9, like float32 above 2^14, so adding 2^14 rounds. `normal` clips
+  the ratio to at least 2^-6, `small` to at most 2^-6, and their sum contains
+  the bits of 2^-6 once too often. The integer minimum keeps compilers from
+  fusing the addition with the product that made the ratio.
   """
   bits = lax.bitcast_convert_type(ratios, jnp.uint32)
   normal = jnp.maximum(bits, _bits(2.0**-6))
@@ -240,9 +239,9 @@ def _values(rows: jax.Array) -> jax.Array:
 
 
 def _e8m0_scales(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-  # 448 is 1.75 * 2^8. So for a = 1.m * 2^n, the least power of two that is at
-  # least a / 448 is 2^(n - 8), or 2^(n - 7) if 1.m > 1.75. In the second case
-  # the sum carries into the exponent.
+  # 448 is 1.75 * 2^8. So for a block maximum a = 1.m * 2^n, the least power of
+  # two that is at least a / 448 is 2^(n - 8), or 2^(n - 7) if 1.m > 1.75. If
+  # 1.m > 1.75, adding 0x1FFFFF carries into the exponent.
   exponent = jnp.maximum(largest + 0x1FFFFF >> 23, _LEAST_E8M0 + 8) - 8
   scales = lax.bitcast_convert_type(
     exponent.astype(jnp.uint8), jnp.float8_e8m0fnu
@@ -256,7 +255,7 @@ def _float32_scales(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def factors(scales: jax.Array, row_dtype: jnp.dtype) -> jax.Array:
-  """Returns scales as float32; scales that count as zero become zero."""
+  """Returns scales as float32; scales too small for `row_dtype` become 0."""
   least = np.float32(2.0**-126 / _LEAST[row_dtype.name])
   if scales.dtype == jnp.float8_e8m0fnu:
     exponent = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)

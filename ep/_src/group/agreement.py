@@ -28,15 +28,15 @@ from ep._src.group import liveness
 from ep._src.group.meeting import digest, Meeting
 from ep._src.native import ffi
 
-# These flags of XLA do not change the compiled program.
+# Prefixes of the XLA flags that do not change the compiled program.
 _HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_")
 
-# Counters of the bootstraps, the meetings, and the files of one name, for each
-# set of processes. All processes of a set count equally.
+# Counters of bootstraps, meetings, and files of one name. The keys include the
+# set of processes, and all processes of a set count equally.
 _serials: collections.defaultdict[str, itertools.count[int]]
 _serials = collections.defaultdict(itertools.count)
 
-# The folders of past meetings, by the set of processes.
+# Folders of past meetings in the key-value store, by the set of processes.
 _folders: collections.defaultdict[str, list[str]]
 _folders = collections.defaultdict(list)
 
@@ -50,7 +50,7 @@ def group_name(mesh: meshes.Mesh, name: str | None) -> str:
 
 
 def file_name(group: GroupConfig) -> str:
-  """Returns the name, without an extension, of a file about a new group.
+  """Returns the name, without an extension, of a new group's trace file.
 
   The name is equal on all processes of the group and unique in the job, also if
   another group, like the result of `ep_resize`, has the same name.
@@ -58,12 +58,12 @@ def file_name(group: GroupConfig) -> str:
   ending = _ending(meshes.processes(group.mesh))
   name = group.name.removesuffix(ending) + ending
   earlier = next(_serials[f"files of {name}"])
-  file = urllib.parse.quote(name, safe="")  # has no "@"
+  file = urllib.parse.quote(name, safe="")  # quotes "@"
   return f"{file}@{1 + earlier}" if earlier else file
 
 
 def _ending(members: Sequence[int]) -> str:
-  """Returns the suffix of names of groups without all processes."""
+  """Returns a name's suffix for a group that lacks some processes, or ""."""
   if len(members) == jax.process_count():
     return ""
   return f"@{digest(members)}"
@@ -96,7 +96,7 @@ def join(
 def agree(
   what: str, group: GroupConfig, propose: Callable[[], GroupConfig]
 ) -> GroupConfig:
-  """Returns the result of `propose`, which all processes of `group` agree on.
+  """Returns `propose()`, after all processes of `group` agreed on the result.
 
   Collective over the processes of `group`.
 
@@ -113,7 +113,7 @@ def _meet(
   propose: Callable[[], tuple[GroupConfig, dict[str, Any]]],
   domain: int,
 ) -> tuple[GroupConfig, dict[int, dict[str, Any]]]:
-  """Returns the group that all processes propose, and their introductions.
+  """Returns the group that all processes propose, and `join`'s result.
 
   Collective over the processes of the mesh of `group`, with its `timeout_s`.
   """
@@ -173,10 +173,10 @@ def versions(backend: str) -> dict[str, str]:
 
 
 def _compiler_settings() -> dict[str, str]:
-  """Returns the options of XLA for all programs, by name.
+  """Returns the options with which XLA compiles all programs, by name.
 
   XLA may copy an op (if a jitted function is called twice) and chooses the
-  order of the copies. The engine matches copies of ranks by this order.
+  order of the copies. The native engine matches ranks' copies by this order.
   """
   return {"XLA_FLAGS": _xla_flags(), **compat.compiler_options()}
 

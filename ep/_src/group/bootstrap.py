@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_bootstrap, ep_resize and ep_finalize.
+"""`ep_bootstrap`, `ep_resize` and `ep_finalize`.
 
-No other file knows all backends.
+Only this file imports all backends.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ BACKENDS: dict[str, Backend] = {
   "xla": XlaBackend(),
 }
 
-# The backend for a `jax.Device.platform`, if the user names none. If it cannot
-# serve the mesh, "xla" does.
+# The default backend for each `jax.Device.platform`. If that backend cannot
+# serve the mesh, the default is "xla".
 NATIVE = {"cpu": "host", "gpu": "nccl"}
 
 # Common names of axes along which tokens are replicated.
@@ -52,13 +52,13 @@ _MODEL_AXES = {"mp", "model", "pipe", "pp", "stage", "tensor", "tp"}
 _logger = logging.getLogger("ep")
 
 
-# Python calls this before JAX's handlers, because JAX was imported earlier.
-# JAX's handlers may wait for peers that wait for this process.
+# Python runs this exit handler before JAX's, because JAX was imported earlier.
+# JAX's exit handlers may wait for peers that wait for this process.
 @atexit.register
 def _close_all() -> None:
-  """Closes groups with peers or a trace, after the programs that use them.
+  """Closes groups that have peers or a trace, once their programs have ended.
 
-  After an uncaught exception it does not wait, so that peers fail immediately.
+  After an uncaught exception, closes without a wait: peers fail immediately.
   """
   closing = [c for c in open_connections() if c.closes_at_exit]
   try:
@@ -66,21 +66,21 @@ def _close_all() -> None:
       for connection in closing:
         stack.callback(connection.close)
       stack.callback(close_released)
-      if not hasattr(sys, "last_value"):  # of an uncaught exception
+      if not hasattr(sys, "last_value"):  # there was no uncaught exception
         groups = [connection.group for connection in closing]
         ending.wait_for_programs("ep", groups + released())
   except Exception as e:
     print(f"At exit: {e}", file=sys.stderr)
-    # Otherwise Python might exit with the code 0.
+    # Without this call, Python might exit with the code 0.
     ending.exit_now(ending.exit_code())
 
 
 def _check(group: GroupConfig) -> Backend:
-  """Returns the backend that a group names; raises if it cannot serve it."""
+  """Returns a group's backend; raises if the backend cannot serve the group."""
   chosen = BACKENDS[group.backend]
   chosen.check_mesh(group.mesh, group.axis_name)
   try:
-    # Without a top_k, checks the layer that needs the fewest rows.
+    # top_k = 1 needs the fewest rows.
     LayerConfig(group, top_k=1 if group.top_k is None else group.top_k)
   except ValueError as e:
     raise ValueError(
@@ -90,7 +90,6 @@ def _check(group: GroupConfig) -> Backend:
 
 
 def _connect(group: GroupConfig) -> EpGroup:
-  """Connects a group with the backend that it names."""
   connection = _check(group).connect(group, agreement.join)
   stacks.offer()
   if folder := os.environ.get("EP_TRACE"):
@@ -101,7 +100,7 @@ def _connect(group: GroupConfig) -> EpGroup:
 
 
 def _trace(connection: Connection, folder: pathlib.Path) -> None:
-  """Traces a group until it closes, to a file in a folder."""
+  """Starts a trace of a group, until its close, to a file in `folder`."""
   if not connection.has_trace:
     _logger.warning(
       'EP_TRACE: the group "%s" has no devices', connection.group.name
@@ -249,13 +248,13 @@ def ep_bootstrap(
     timeout_s=timeout_s,
     exit_after_s=exit_after_s,
   )
-  # Only valid arguments take a serial number.
+  # A default name takes a serial number, but only if the arguments are valid.
   group = dataclasses.replace(group, name=agreement.group_name(mesh, name))
   return _connect(group) if backend else _connect_by_platform(group)
 
 
 def _warn_of_model_axes(mesh: meshes.Mesh, axes: tuple[str, ...]) -> None:
-  """Warns if an axis that shards tokens has a name of a model axis."""
+  """Warns if an axis that shards tokens is named like a model axis."""
   of_model = [a for a in axes if a in _MODEL_AXES and mesh.shape[a] > 1]
   if of_model:
     rest = tuple(a for a in axes if a not in of_model)
@@ -267,7 +266,7 @@ def _warn_of_model_axes(mesh: meshes.Mesh, axes: tuple[str, ...]) -> None:
 
 
 def ep_finalize(group: EpGroup) -> None:
-  """Closes a group: later ops on it fail, on every rank. Idempotent.
+  """Closes a group: its later ops fail, on every rank. Idempotent.
 
   No effect in a forked child of the process that bootstrapped the group.
 
@@ -276,7 +275,7 @@ def ep_finalize(group: EpGroup) -> None:
   programs keep only the name of the group.
 
   Raises:
-    ValueError, RuntimeError: an op has failed and no op has reported it (see
+    ValueError, RuntimeError: the failure of an op that no op has raised (see
       `EpGroup.check`), or a peer has run ops that this process has not. The
       group is closed nevertheless.
   """
@@ -295,7 +294,7 @@ class Sizes(TypedDict, total=False):
 
 @contextlib.contextmanager
 def _named_resize() -> Iterator[None]:
-  """Replaces "ep_bootstrap" by "ep_resize" in errors."""
+  """Replaces "ep_bootstrap" by "ep_resize" in messages of errors."""
   try:
     yield
   except (ValueError, TypeError, RuntimeError) as e:
@@ -305,7 +304,7 @@ def _named_resize() -> Iterator[None]:
 
 @_named_resize()
 def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
-  """Replaces a group by one of other sizes, on the same mesh.
+  """Replaces a group by a group with other sizes, on the same mesh.
 
       group = ep.ep_resize(group, max_tokens_per_rank=8192)
       layer = ep.MoE(cfg, group)  # and trace the programs again
@@ -315,13 +314,13 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
   sizes. Then `ep_resize` closes the group like `ep_finalize`, and calls
   `ep_bootstrap` with the old arguments and the new sizes.
 
-  A larger step needs it with "nccl", whose buffers have the sizes of the group.
-  With "host" and "xla" it does the same, so that a program for GPUs runs on
-  CPUs. There, a group without `max_tokens_per_rank` and `hidden_dim` has no
+  With "nccl", whose buffers have the sizes of the group, a larger step needs
+  `ep_resize`. "host" and "xla" behave alike, so that a program for GPUs runs on
+  CPUs, but there a group without `max_tokens_per_rank` and `hidden_dim` has no
   limits.
 
-  The new group has the name of the old one. Objects of the old group do not
-  work with it:
+  The new group has the name of the old group. Objects of the old group do not
+  work with the new group:
 
   * make layers again, from the new group. Tracing an old layer or its handles
     raises an error;
@@ -332,8 +331,8 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
   Arrays, such as parameters, do not belong to a group, and remain valid.
 
   Args:
-    group: an open group. The call closes the group, except if the sizes are
-      refused: also if the new group fails for lack of memory. If `group`
+    group: an open group. If the processes accept the sizes, the call closes the
+      group, even if the new group fails for lack of memory. If `group`
       is used as a context manager, use the new group in the same way:
       `with ep.ep_resize(group, ...) as larger:`.
     **sizes: `max_tokens_per_rank`, `hidden_dim`, `max_token_dtype`, `top_k` and
@@ -348,7 +347,7 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
     ValueError, TypeError, RuntimeError: on all processes, if a size is wrong or
       differs between processes, or a program does not end within `timeout_s`;
       or like `ep_finalize` and `ep_bootstrap`.
-    TypeError: a keyword is none of the sizes.
+    TypeError: a keyword is not one of these sizes.
   """
   if unknown := sizes.keys() - Sizes.__annotations__.keys():
     raise TypeError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for programs of this process, or terminates the process."""
+"""Waits for the programs of this process, and terminates the process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
 
   A program may end with an error, and Python may have deleted its results. But
   a device runs the programs of a thread in order, so this function launches one
-  more program, and waits for that. For programs of other threads, the function
-  waits for live results. The programs may use `groups`.
+  more program, and waits for its result. For programs of other threads, the
+  function waits for live results. `groups` gives the platforms and the timeout.
 
   Raises:
     RuntimeError: a program has not ended within the largest `timeout_s`; the
@@ -38,7 +38,7 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
   results: list[jax.Array] = []
   for platform in {g.mesh.devices.flat[0].platform for g in groups}:
     devices = np.array(jax.local_devices(backend=platform))
-    with jax.set_mesh(Mesh(devices, "device")):  # overrides the user's
+    with jax.set_mesh(Mesh(devices, "device")):  # overrides the user's mesh
       places = PartitionSpec("device")
       last = jax.jit(jnp.zeros, static_argnums=0, out_shardings=places)
       results += [last(devices.size), *jax.live_arrays(platform)]
@@ -58,11 +58,11 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
 
 
 def take_over() -> None:
-  """Changes how this process, one of several ranks, terminates from now on.
+  """Installs hooks for the end of this process, which is one of several ranks.
 
-  An uncaught exception terminates it immediately. The rank tells its launcher
-  before other ranks can notice, so that the launcher knows which rank was the
-  first. `exit_code` returns the last code that was passed to `sys.exit`.
+  An uncaught exception terminates the process immediately. The process tells
+  its launcher before other ranks can notice, so that the launcher knows which
+  rank ended first. `exit_code` returns the last code passed to `sys.exit`.
   """
   rank, report, leave = os.getpid(), sys.excepthook, sys.exit
 

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class _Held(Generic[_T]):
-  """An attribute that forwards to the `config` of its object."""
+  """An attribute with the value of the same attribute of `self.config`."""
 
   def __set_name__(self, owner: type, name: str) -> None:
     self._name = name
@@ -38,9 +38,9 @@ class _Held(Generic[_T]):
 class EpGroup(NotCopied):
   """The EP domains of a mesh and their communicators. Made by `ep_bootstrap`.
 
-  Frozen and hashable, so programs may close over it. As a context manager, it
-  waits at most `timeout_s` for all programs that this process has launched, and
-  calls `ep_finalize`. After an exception, it closes the group immediately.
+  Frozen and hashable, so programs may close over it. A `with` block ends with a
+  wait of at most `timeout_s` for all programs that this process has launched,
+  and with `ep_finalize`. After an exception, the group closes immediately.
 
   The attributes are the arguments of `ep_bootstrap`, with defaults resolved,
   and derived values: `ep_size` is P, `num_local_experts` L, `token_axes` are
@@ -80,12 +80,12 @@ class EpGroup(NotCopied):
     return repr(self.config).replace("GroupConfig", "EpGroup", 1)
 
   def check(self) -> None:
-    """Waits for the device, and raises failures that no op has reported.
+    """Waits for the device, and raises failures that no op has raised yet.
 
     On a GPU, an op only enqueues work, and the device finds a bad id or an
     overflow later. Then outputs are NaN, and one of the next `ep_prepare`
     fails. Collective, because it may close the group. No effect with "host" and
-    "xla", whose ops report all failures.
+    "xla", whose ops raise all failures.
 
     Raises:
       ValueError, RuntimeError: the failure of an earlier op, once.
@@ -110,13 +110,13 @@ class EpGroup(NotCopied):
 
         reserved < 4 * n * max(b, 64 KiB)
 
-    With "nccl" and "xla" it is 0: NCCL EP and XLA manage other memory.
+    With "nccl" and "xla" both are 0: NCCL EP and XLA manage other memory.
     """
     self.connection.check_open("EpGroup.memory")
     return self.connection.memory()
 
   def waited(self) -> float:
-    """Returns for how many seconds a rank has waited for others, in traces.
+    """Returns the seconds that a rank has waited for its peers, in traces.
 
     The time increases while `ep.trace` is on, or with EP_TRACE; a dashboard can
     show the increase in each step. The time is a mean over the ranks of this
@@ -137,7 +137,7 @@ class EpGroup(NotCopied):
 
   def __exit__(self, exc_type: Any, *exc: Any) -> None:
     if exc_type is not None:
-      # The user gets only the exception of the block.
+      # Raise only the exception of the block, not another one of `close`.
       with contextlib.suppress(ValueError, RuntimeError):
         return self.connection.close()
     try:
@@ -246,7 +246,7 @@ class EpLayerConfig(NotCopied):
 
   @classmethod
   def of(cls, connection: Connection, config: LayerConfig) -> EpLayerConfig:
-    """Returns a layer that does not keep the group of the user open."""
+    """Returns a layer that does not keep the user's `EpGroup` open."""
     layer = cls.__new__(cls)
     vars(layer).update(group=EpGroup(connection), config=config)
     return layer
@@ -255,7 +255,7 @@ class EpLayerConfig(NotCopied):
     """Returns a layer of the same group with other values.
 
     Args:
-      **changes: arguments of `EpLayerConfig`; the others stay as they are.
+      **changes: arguments of `EpLayerConfig`; the other values stay the same.
 
     Raises:
       ValueError, TypeError: as `EpLayerConfig` does.
@@ -263,7 +263,7 @@ class EpLayerConfig(NotCopied):
     values = {**vars(self.config), "group": self.group, **changes}
     return EpLayerConfig(**values)
 
-  __replace__ = replace  # of copy.replace
+  __replace__ = replace  # for copy.replace
 
   def capacity_for(self, num_tokens: int) -> int:
     """Returns C: rows that a rank can receive if T = `num_tokens`.
@@ -304,7 +304,6 @@ class EpLayerConfig(NotCopied):
 
 
 def check_layer(op: str, layer: EpLayerConfig) -> None:
-  """Raises `TypeError` unless `layer` is an EpLayerConfig."""
   if not isinstance(layer, EpLayerConfig):
     raise TypeError(
       f"{op}: layer is a {type(layer).__name__}, but an EpLayerConfig is"

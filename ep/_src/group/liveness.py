@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds dead processes of the job on this host.
 
-JAX takes minutes to notice a death, and a socket notices only deaths after it
-was connected. So each process publishes its process id of the operating system
-in JAX's key-value store.
+JAX takes minutes to notice a death, and a socket notices a death only if it was
+connected before. So each process publishes its operating-system process id in
+JAX's key-value store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ep._src.base import compat, processes
 
 
 def announce() -> None:
-  """Publishes the identity of this process if it has joined. Idempotent."""
+  """Publishes this process's id if `jax.distributed` is active. Idempotent."""
   if client := compat.distributed_client():
     processes.tell("joined")
     key = _key(compat.distributed_process())
@@ -32,10 +32,10 @@ def announce() -> None:
 
 
 def dead(client: Any, members: Collection[int]) -> list[int]:
-  """Returns which of these processes are known to have died; one request."""
+  """Returns the `members` that are known to have died. Sends one request."""
   if len(members) == 1:
     (process,) = members
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # unpublished
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # no published id
       found = client.key_value_try_get(_key(process))
       return [] if _lives(found) else [process]
     return []
@@ -56,14 +56,14 @@ def _lives(published: str) -> bool:
 
 
 def _start(pid: int) -> int | None:
-  """Returns when a process started; None if it has ended.
+  """Returns the start time of a process, in clock ticks; None if it has ended.
 
-  The system reuses process ids, so the start identifies a process.
+  The system reuses process ids, so an id and a start identify a process.
   """
   try:
     stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
   except OSError:
     return None
-  # The fields 3, 4... of proc(5).
+  # The fields 3, 4... of /proc/<pid>/stat; see proc(5).
   state, *fields = stat.rpartition(")")[2].split()
   return None if state in "ZX" else int(fields[18])

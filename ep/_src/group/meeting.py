@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A meeting: processes check that they agree, and introduce themselves.
+"""A meeting, in which processes check that they agree, and exchange data.
 
 A meeting uses a folder of JAX's key-value store, which the first process
 deletes at the next meeting:
@@ -7,7 +7,7 @@ deletes at the next meeting:
     terms/<process>                    the values on which all must agree
     introduction/<domain>/<process>    the data for processes of its domain
     digest/<process>                   a hash of the terms, or an error
-    verdict                            of the first process
+    verdict                            {} or the error, by the first process
 
 A process publishes its digest last. The first process reads all digests in one
 request. If one differs, the first process reads the terms of that process, and
@@ -30,11 +30,11 @@ import jax
 
 from ep._src.group import liveness
 
-# First and longest interval, in seconds, at which the first process polls for
-# digests. It polls for dead processes at the longest one.
+# The first process polls for digests at intervals from _SOON_S to _LOOK_AFTER_S
+# seconds, and for dead processes every _LOOK_AFTER_S seconds.
 _SOON_S, _LOOK_AFTER_S = 0.01, 0.5
-# First and longest interval, in seconds, at which another process polls for the
-# death of the first process.
+# The other processes poll for the death of the first process at intervals from
+# _PATIENT_S to _RARELY_S seconds.
 _PATIENT_S, _RARELY_S = 2.0, 8.0
 
 
@@ -45,17 +45,17 @@ def digest(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-  """A process's view of a meeting."""
+  """One process's side of a meeting with all processes of a mesh."""
 
   what: str  # the function that the user called
-  client: Any  # of the key-value store
+  client: Any  # JAX's client of the key-value store
   folder: str  # equal on all processes
   members: Sequence[int]  # the processes, in ascending order
   me: int  # this process
-  timeout_s: float  # for which a process waits for the others
+  timeout_s: float  # seconds that a process waits for the others
 
   def fail(self, error: Exception) -> None:
-    """Tells the others that this process has failed before the meeting."""
+    """Publishes that this process failed before it published its terms."""
     self._set(f"digest/{self.me}", dict(error=str(error)))
     if self._is_first:
       text = f"process {self.me} failed: {error}"
@@ -67,7 +67,7 @@ class Meeting:
     introduction: Mapping[str, Any],
     domain: int,
   ) -> dict[int, dict[str, Any]]:
-    """Returns the introductions of this domain's processes; {} if empty.
+    """Runs the meeting, and returns the domain's introductions, or {}.
 
     Raises:
       ValueError: on all processes, if their terms differ.
@@ -83,14 +83,13 @@ class Meeting:
     introduction: Mapping[str, Any],
     domain: int,
   ) -> None:
-    """Publishes the arguments of `hold`."""
     self._set(f"terms/{self.me}", terms)
     if introduction:
       self._set(f"introduction/{domain}/{self.me}", introduction)
     self._set(f"digest/{self.me}", dict(terms=digest([*terms.items()])))
 
   def settle(self, terms: Mapping[str, str]) -> None:
-    """Waits until all have published; raises the errors of `hold`."""
+    """Waits until all processes have published; raises the errors of `hold`."""
     if self._is_first:
       verdict = self._judge(terms)
       self._set("verdict", verdict)
@@ -107,7 +106,7 @@ class Meeting:
   def delete(self, folders: Sequence[str]) -> None:
     """Deletes folders of earlier meetings, if this process is the first.
 
-    All processes have read them, because all have published in this meeting.
+    No process still reads them: each process has published in this meeting.
     """
     if self._is_first:
       for folder in folders:
@@ -191,7 +190,7 @@ class Meeting:
     self.client.key_value_set(f"{self.folder}/{name}", json.dumps(value))
 
   def _get(self, name: str) -> dict[int, Any]:
-    """Returns the values of a folder by process."""
+    """Returns the values in the subfolder `name`, by process."""
     found = self.client.key_value_dir_get(f"{self.folder}/{name}/")
     return {int(key.rpartition("/")[2]): json.loads(v) for key, v in found}
 

@@ -25,7 +25,7 @@ import signal
 
 @functools.cache
 def offer() -> None:
-  """Registers the signal handler, on Linux and if the signal is unused."""
+  """Makes a signal write Python's stacks; only on Linux, and if unused."""
   if not hasattr(os, "memfd_create"):
     return  # not Linux
   number = signal.SIGRTMAX - 7
@@ -34,9 +34,9 @@ def offer() -> None:
   try:
     file = os.memfd_create(f"ep_stacks_{number}_{os.getpid()}")
   except OSError:
-    return  # too many open files: the group will raise an error if it needs one
+    return  # too many open files; a group that needs a file raises an error
   os.fchmod(file, 0o600)
-  # After a reader empties the file, the next stacks begin at offset 0.
+  # With O_APPEND, stacks begin at offset 0 after a reader has emptied the file.
   fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
   faulthandler.register(number, file, all_threads=True)
 

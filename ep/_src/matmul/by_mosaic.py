@@ -4,23 +4,23 @@
 The functions are the same as in by_tiles.py, for bfloat16 and float16. A kernel
 runs one thread block on each multiprocessor; each thread block loops over
 blocks of the result. A pipeline copies blocks of the operands to shared memory
-(TMA), and the tensor cores add their products in float32. Hopper (WGMMA) adds
-in registers, Blackwell (tcgen05) in tensor memory: the function `accumulate`
-is the only difference.
+(TMA), and the tensor cores add products of blocks in float32. Hopper (WGMMA)
+adds in registers, Blackwell (tcgen05) in tensor memory: the function
+`accumulate` is the only difference.
 
   * expand and contract loop over the tiles of row_tiles.py. A tile may include
-    rows of other slabs and unused rows. Only the rows of its slab are stored.
+    rows of other slabs and unused rows, which the kernel does not store.
   * outer loops over the matrices and sums over rows. It sets the rows of other
     slabs to zero in both operands, because NaN times zero is NaN.
 
 Tensor cores read blocks in shared memory by rows or by columns, so no matrix is
-transposed in memory. The last block of columns ends with the matrix; it
-computes some columns twice, with the same bits.
+transposed in memory. The last block of columns ends with the matrix, and may
+compute columns of the block before again, with the same bits.
 
 A copy to shared memory begins at a multiple of 8 rows and 64 columns. So the
 number of rows must be a multiple of 8, and widths multiples of 64, both at
-least 64. On Blackwell both are at least 128, the rows of a block. Segments have
-no effect.
+least 64. On Blackwell both are at least 128, the rows of a block. `segments`
+has no effect.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Blocks:
   """Block sizes of a kernel.
 
   Attributes:
-    rows: of a block of the result, 64 or 128; on Blackwell 128.
-    columns: of a block of the result, a multiple of 64.
-    inner: columns (rows for `outer`) whose products one pipeline step adds. It
-      divides the number of columns.
-    steps: the pipeline steps whose blocks are in shared memory, 2 or more.
-    panel: adjacent column blocks that are computed before the next row of
-      blocks, so that their operands stay in the cache.
+    rows: rows of a result block, 64 or 128; on Blackwell 128.
+    columns: columns of a result block, a multiple of 64.
+    inner: columns (rows for `outer`) whose products one pipeline step adds; a
+      divisor of the number of columns.
+    steps: pipeline steps with blocks in shared memory, 2 or more.
+    panel: adjacent column blocks that the kernel computes before the next row
+      of blocks, so that their operands stay in the cache.
   """
 
   rows: int = 128
@@ -67,7 +67,7 @@ class Blocks:
 
   @classmethod
   def of(cls, op: str, height: int, width: int) -> Blocks:
-    """Returns the blocks for results [height, width]."""
+    """Returns the block sizes for results [height, width]."""
     columns = (128, 64) if op == "outer" else (192, 128, 64)
     return cls(
       next(n for n in (128, 64) if n <= height),
@@ -83,7 +83,6 @@ def expand(
   tail: str,
   **options: Any,
 ) -> list[Array]:
-  """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   return [
     _products("expand", sizes, [rows], [w], tail, **options) for w in matrices
@@ -98,7 +97,6 @@ def contract(
   tail: str,
   **options: Any,
 ) -> Array:
-  """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   return _products("contract", sizes, outs, matrices, tail, **options)
 
@@ -111,7 +109,6 @@ def outer(
   dtype: jnp.dtype,
   **options: Any,
 ) -> list[Array]:
-  """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   del segments
   return [_outer(sizes, rows, y, dtype, **options) for y in outs]
 
@@ -127,13 +124,13 @@ def _products(
   accumulate: _Accumulate,
   blocks: Blocks | None = None,
 ) -> Array:
-  """Returns the sum of the products of all pairs, rounded once."""
+  """Returns the sum of the products of lefts and matrices, rounded once."""
   is_transposed = op == "contract"
   (num_rows, _), dtype = lefts[0].shape, lefts[0].dtype
   num_slabs, *shape = matrices[0].shape
   width = shape[0 if is_transposed else 1]
   b = blocks or Blocks.of(op, num_rows, width)
-  if tail != "unspecified":  # The tail is one more slab.
+  if tail != "unspecified":  # Treat the tail as one more slab.
     sizes = jnp.append(sizes, num_rows - sizes.sum(dtype=jnp.int32))
   tiles = row_tiles.tiles(sizes, num_rows, b.rows)
 
@@ -262,14 +259,14 @@ def run(
       lowering_semantics=plgpu.LoweringSemantics.Warpgroup
     ),
   )
-  with jax.enable_x64(False):  # Pallas mixes Python's integers with int32.
+  with jax.enable_x64(False):  # Pallas mixes Python integers with int32.
     return kernel(*operands)
 
 
 def _place(
   index: Array, num_rows: int, num_columns: int, panel: int
 ) -> tuple[Array, Array]:
-  """Returns row and column of block `index`: by panels, then by rows."""
+  """Returns row and column of the block `index`, counted panel by panel."""
   before = lax.div(index, num_rows * panel) * panel
   index -= before * num_rows
   columns = lax.min(jnp.int32(panel), num_columns - before)
@@ -277,7 +274,7 @@ def _place(
 
 
 def _start(index: Array, size: int, length: int) -> Array:
-  """Returns the start of a block; the last one ends with the array."""
+  """Returns the start of block `index`; the last block ends with the array."""
   start = lax.min(index * size, jnp.int32(length - size))
   return pl.multiple_of(start, 64)
 
@@ -287,11 +284,11 @@ def _aligned_row(row: Array) -> Array:
 
 
 def in_registers(shape: _Shape, add_all: _AddAll) -> Array:
-  """Returns the sum of the products of `add_all`, on Hopper.
+  """Adds products in registers, on Hopper (WGMMA), and returns the sum.
 
-  `add_all(add, wait)` runs pipelines. Each calls `add(step, x, y)` in its
-  steps, then `wait(num_steps)`. The pipeline may overwrite the blocks of a step
-  after the next step.
+  `add_all(add, wait)` runs pipelines. A pipeline calls `add(step, x, y)` in
+  each step, then `wait(num_steps)`. The pipeline may overwrite the blocks of a
+  step after the next step.
   """
 
   def sums(acc: Any) -> Any:
@@ -305,7 +302,7 @@ def in_registers(shape: _Shape, add_all: _AddAll) -> Array:
 
 
 def in_tensor_memory(shape: _Shape, add_all: _AddAll) -> Array:
-  """Returns the sum of the products of `add_all`, on Blackwell."""
+  """Adds products in tensor memory, on Blackwell, and returns the sum."""
 
   def sums(acc: Any, done: Any) -> Any:
     def wait(num_steps: Array) -> None:
@@ -338,7 +335,7 @@ def _pipeline(
   operands: Sequence[Any],
   max_concurrent_steps: int,
 ) -> None:
-  """Calls `multiply(step, *blocks)` for the blocks of operands.
+  """Calls `multiply(step, *blocks)` for the blocks of operands, pipelined.
 
   Each operand is (ref, shape of a block, axis along which the steps go).
   """
@@ -361,9 +358,9 @@ def _pipeline(
 def _store(
   values: Array, out: Any, rows: tuple[Any, Any, Any], column: Array
 ) -> None:
-  """Writes the rows of a block from `begin` to `end`.
+  """Writes the rows `begin` to `end` of a block, with a copy per power of two.
 
-  A copy has a static number of rows, so there is a copy for each power of two.
+  The number of rows of a copy is static.
   """
   start, begin, end = rows
   height, width = values.shape

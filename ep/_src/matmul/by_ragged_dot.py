@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls on GPUs and TPUs: `lax.ragged_dot`.
 
-The functions are the same as in by_tiles.py. XLA may read unused rows, so they
-are set to zero where they could reach a sum. XLA promises no order of sums, so
-segments have no effect.
+The functions are the same as in by_tiles.py. XLA may read unused rows, so these
+functions set unused rows to zero where a sum could include them. XLA promises
+no order of sums, so `segments` has no effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _Arrays = Sequence[Array]
 def expand(
   sizes: Array, segments: Array, rows: Array, matrices: _Arrays, tail: str
 ) -> list[Array]:
-  """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   dots = (_dot(sizes, rows, w).astype(rows.dtype) for w in matrices)
   return [cut(out, sizes.sum(dtype=jnp.int32), tail) for out in dots]
@@ -31,7 +30,6 @@ def expand(
 def contract(
   sizes: Array, segments: Array, outs: _Arrays, matrices: _Arrays, tail: str
 ) -> Array:
-  """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   terms = [
     _dot(sizes, y, w.swapaxes(1, 2))
@@ -44,7 +42,6 @@ def contract(
 def outer(
   sizes: Array, segments: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
 ) -> list[Array]:
-  """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   del segments
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),

@@ -3,8 +3,8 @@
 
 The functions are the same as in by_tiles.py. The loop covers the whole table of
 row_tiles.py, whose length is static. With a dynamic length, the host would ask
-the device after each step whether another one follows. Tiles past the last slab
-compute products, but write no rows. Segments have no effect.
+the device after each step whether another step follows. Tiles past the last
+slab compute products, but write no rows. `segments` has no effect.
 
 Float32 products are exact, not in TF32, the default of XLA.
 """
@@ -30,7 +30,6 @@ _HEIGHT = 128  # rows of a tile
 def expand(
   sizes: Array, segments: Array, rows: Array, matrices: _Arrays, tail: str
 ) -> list[Array]:
-  """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   return [_products(sizes, [rows], [w], 0, tail) for w in matrices]
 
@@ -38,7 +37,6 @@ def expand(
 def contract(
   sizes: Array, segments: Array, outs: _Arrays, matrices: _Arrays, tail: str
 ) -> Array:
-  """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   return _products(sizes, outs, matrices, 1, tail)
 
@@ -46,7 +44,6 @@ def contract(
 def outer(
   sizes: Array, segments: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
 ) -> list[Array]:
-  """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   del segments
 
   def add(tile: _Tile, sums: _Arrays) -> list[Array]:
@@ -64,7 +61,7 @@ def outer(
 def _products(
   sizes: Array, lefts: _Arrays, matrices: _Arrays, axis: int, tail: str
 ) -> Array:
-  """Returns the sum of the products of all pairs, rounded once."""
+  """Returns the sum of the products `lefts[i] @ matrices[i]`, rounded once."""
   num_rows, dtype = lefts[0].shape[0], lefts[0].dtype
   matrices = [w.astype(dtype) for w in matrices]
 
@@ -82,7 +79,7 @@ def _products(
 
 
 class _Tile(NamedTuple):
-  """A tile: its slab, its first row, and a mask [height, 1] of slab's rows."""
+  """A tile: slab, first row, and mask [height, 1] of the slab's rows."""
 
   slab: Array
   start: Array
@@ -95,7 +92,6 @@ class _Tile(NamedTuple):
 def _fold(
   step: Callable[[_Tile, Any], Any], sizes: Array, num_rows: int, init: Any
 ) -> Any:
-  """Folds `step(tile, value)` over all tiles."""
   height = min(_HEIGHT, num_rows)
   tiles, row = row_tiles.tiles(sizes, num_rows, height), iota(height)[:, None]
 

@@ -77,7 +77,7 @@ def outer(
   starts = _before(sizes)
 
   def sum_slab(slab: Array, sums: _Arrays) -> list[Array]:
-    """Computes the sums of the segments of a slab, then their sum."""
+    """Sums the rows of each segment of a slab, then adds the segments."""
 
     def add(tile: _Tile, parts: _Arrays) -> list[Array]:
       x, *ys = (tile.inside(_float32(tile.read(r))) for r in readers)
@@ -110,10 +110,10 @@ def _map_tiles(
   widths: Sequence[int],
   tail: str,
 ) -> list[Array]:
-  """Applies `fn` to the rows of each tile and the matrices of its slab.
+  """Applies `fn` to the rows of each tile and the matrices of the tile's slab.
 
-  `fn` gets float32 and returns rows of `widths`, which are rounded to the dtype
-  of `rows`.
+  `fn` gets and returns float32; the results have `widths` columns, and are
+  rounded to the dtype of `rows`.
   """
   num_rows, dtype = rows[0].shape[0], rows[0].dtype
   used = sizes.sum(dtype=jnp.int32)
@@ -159,23 +159,23 @@ class _Tile:
   def __init__(self, num_rows: int, slab: Array, first: Array, end: Array):
     self.slab = slab
     self._stored = min(_HEIGHT, num_rows)
-    # The last tile of all starts early enough to end with the last row.
+    # Near the end of the buffer, a tile starts early to end with the last row.
     self._start = jnp.minimum(first, num_rows - self._stored)
     self._early = first - self._start
     self._num_inside = jnp.minimum(end - first, _HEIGHT)
 
   def read(self, rows: unwritten_rows.Reader) -> Array:
-    """Returns _HEIGHT rows from `first` on, also those outside the slab."""
+    """Returns _HEIGHT rows from `first` on, including rows past the slab."""
     block = rows(self._start, self._stored)
     block = jnp.pad(block, ((0, _HEIGHT), (0, 0)))
     return slice_rows(block, self._early, _HEIGHT)
 
   def inside(self, rows: Array) -> Array:
-    """Returns the rows, with zeros for those outside the slab."""
+    """Returns the rows, with zeros for rows past the slab."""
     return jnp.where((iota(_HEIGHT) < self._num_inside)[:, None], rows, 0)
 
   def write(self, buffer: Array, rows: Array) -> Array:
-    """Returns the buffer with the rows inside the slab."""
+    """Writes only the rows inside the slab, and returns the buffer."""
     rows = jnp.pad(rows, ((self._stored, 0), (0, 0)))
     rows = slice_rows(rows, self._stored - self._early, self._stored)
     place = iota(self._stored) - self._early
@@ -184,7 +184,7 @@ class _Tile:
 
 
 class _Tiles:
-  """All tiles of consecutive slabs of `sizes`, the first one at `start`."""
+  """All tiles of consecutive slabs of `sizes` rows, the first at `start`."""
 
   def __init__(self, start: Array | int, sizes: Array, num_rows: int):
     self._num_rows = num_rows
@@ -196,7 +196,6 @@ class _Tiles:
   def fold(
     self, step: Callable[[_Tile, _Arrays], list[Array]], outs: list[Array]
   ) -> list[Array]:
-    """Folds `step(tile, outs)` over all tiles."""
 
     def fold(i: Array, outs: list[Array]) -> list[Array]:
       slab = (self._tiles_before <= i).sum(dtype=jnp.int32) - 1
@@ -210,7 +209,7 @@ class _Tiles:
 
 
 def _before(counts: Array) -> Array:
-  """Returns the sum of the counts before each."""
+  """Returns the exclusive prefix sums of `counts`."""
   return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 

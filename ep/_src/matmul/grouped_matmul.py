@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiplies each slab of rows by its matrix: a JAX primitive.
+"""The JAX primitive that multiplies each slab of rows by the slab's matrix.
 
 CPUs run the native library (ep_ffi/matmul/), or by_tiles.py in programs that
 cannot call the library. on_cuda.py and on_tpu.py choose the implementation on
@@ -15,11 +15,11 @@ The gradient of T in one of them is a function of the other two:
     Y: expand(X, W) = X W      X: contract(Y, W) = Y W^T
     W: outer(X, Y) = X^T Y     (slab by slab)
 
-The primitive is this gradient, in the argument `missing`. It is bilinear. Its
+The primitive is the gradient in the argument `missing`, and is bilinear. The
 tangent is a sum: for each argument, the primitive of that argument's tangent
-and the other argument. Its transpose in one argument, applied to a cotangent,
-is the gradient of T in that argument with the cotangent as the missing one. So
-derivatives of all orders, in both modes, need only this primitive.
+and the other argument. The transpose in one argument is the gradient of T in
+that argument, with the cotangent as the missing argument. So derivatives of all
+orders, in both modes, need only this primitive.
 
 Several matrices, such as w_gate and w_up, may share the rows. Then W and Y are
 lists, and T is the sum over them: the gradient of the rows is rounded once.
@@ -39,7 +39,7 @@ from ep._src.base.compat import ad
 from ep._src.matmul import by_ragged_dot, by_tiles, on_cuda, on_tpu
 from ep._src.native import ffi
 
-# The arguments of T, by their position in a triple of lists [X], Ws, Ys.
+# The arguments of T, as positions in the triple of lists [X], Ws, Ys.
 _ROWS, _MATRICES, _OUTS = range(3)
 _Triple = list[list[Any]]
 
@@ -107,12 +107,12 @@ def grouped_matmuls(
 ) -> list[jax.Array]:
   """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
 
-  It rounds the sum of the gradients of the rows once. With
-  `tail="unspecified"` it does not write the rows after the last slab, in
+  The sum of the gradients of the rows is rounded once. With
+  `tail="unspecified"` the rows after the last slab are not written, in
   results, gradients and tangents.
 
-  The matrices may have another dtype than the rows. They are multiplied in the
-  dtype of the rows, and their gradients have the dtype of the matrices.
+  The matrices may have another dtype than the rows. Products use the dtype of
+  the rows, and gradients of matrices have the dtype of the matrices.
 
   With `segments`, int32 [L, S], slab j is S segments of `segments[j]` rows,
   then rows of zeros. Then, on CPUs, the bits of a result row depend on that row
@@ -135,7 +135,7 @@ def grouped_matmuls(
 
 
 def _triple(operands: Sequence[Any], missing: int) -> _Triple:
-  """Returns the lists [X], Ws, Ys of operands; the missing one is empty."""
+  """Splits operands into the lists [X], Ws, Ys; the missing list is empty."""
   num_first = len(operands) // 2 if missing == _ROWS else 1
   triple = [list(operands[:num_first]), list(operands[num_first:])]
   triple.insert(missing, [])
@@ -149,9 +149,9 @@ def _gradient(
   pairs: Sequence[int],
   **params: Any,
 ) -> Iterator[tuple[int, Any]]:
-  """Applies the primitive to a triple, with only some pairs of W and Y.
+  """Binds the primitive to a triple, with only the given pairs of W and Y.
 
-  Returns pairs: a position in the list of the missing argument, and a result.
+  Returns pairs (position in the list of the missing argument, result).
   """
   places = {_ROWS: [0], _MATRICES: pairs, _OUTS: pairs}
   operands = [
@@ -208,8 +208,8 @@ def _jvp(
       continue
     replaced = [ts if i == argument else x for i, x in enumerate(triple)]
     pairs = range(num_pairs) if argument == _ROWS else present
-    # In forward mode this sum includes unused rows. A sum over used rows would
-    # add a loop to the transpose, which needs no sum.
+    # In forward mode this sum of terms includes unused rows. A sum of only the
+    # used rows would add a loop to the transpose, which needs no sum.
     for place, term in _gradient(slabs, replaced, missing, pairs, **params):
       out_tangents[place] = ad.add_tangents(out_tangents[place], term)
   return outs, out_tangents
@@ -242,7 +242,7 @@ def _transpose(
 
 
 def _lowering(implementation: Any) -> Callable[..., Any]:
-  """Returns a lowering to the three functions of an implementation."""
+  """Returns a lowering to `expand`, `contract` and `outer` of a module."""
 
   def apply(
     sizes: jax.Array,

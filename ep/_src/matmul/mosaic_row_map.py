@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies a function to used rows: a Pallas Mosaic GPU kernel, from Hopper on.
 
-Each thread block loops over blocks of used rows; the device reads their number.
-In a block of rows, a pipeline copies one block of columns after another to
-shared memory (TMA).
+Each thread block loops over blocks of used rows; the device reads the number of
+blocks. For a block of rows, a pipeline copies one block of columns after
+another to shared memory (TMA).
 
 So the function must be elementwise. Arrays are [C, F], or [C] with one value
 for each row. A result [C] is a sum over the columns of a row.
@@ -28,13 +28,13 @@ import numpy as np
 from ep._src.base import compat
 from ep._src.matmul import by_mosaic, row_tiles
 
-ROWS = COLUMNS = 64  # of a block
+ROWS = COLUMNS = 64  # the rows and the columns of a block
 
 # Two thread blocks share a multiprocessor and its 227 KiB of shared memory:
-# while one begins a block of rows, the other computes.
+# while one thread block begins a block of rows, the other one computes.
 _PER_CORE = 2
 _PIPELINE_BYTES = 80 << 10
-_MOST_STEPS = 4  # pipeline steps whose blocks are in shared memory
+_MOST_STEPS = 4  # most pipeline steps with blocks in shared memory
 
 _ELEMENTWISE = frozenset(
   """abs add and atan2 clamp convert_element_type copy cos div eq erf exp exp2
@@ -43,7 +43,7 @@ _ELEMENTWISE = frozenset(
   xor""".split()
 )
 
-# Equations that call a function.
+# The primitives that call a function; `_evaluate` inlines them.
 _CALLS = "jit", "custom_jvp_call", "custom_vjp_call"
 
 
@@ -124,7 +124,7 @@ def _of_block(fn: Callable[..., Any], arrays: Sequence[jax.Array]) -> Any:
 
 
 def _check(jaxpr: Any) -> None:
-  """Raises unless the kernel can compute one block of columns after another."""
+  """Raises unless all equations are elementwise, or sums for a result [C]."""
   read = {v for e in jaxpr.eqns for v in e.invars if not _is_literal(v)}
   sums = {e.outvars[0] for e in jaxpr.eqns if _is_sum(e)} - read
   for e in jaxpr.eqns:
@@ -140,7 +140,7 @@ def _check(jaxpr: Any) -> None:
 def _evaluate(traced: Any, *operands: Any) -> list[jax.Array]:
   """Evaluates the equations of rows for a block of columns, in float32.
 
-  It inlines calls and replaces `add_any`, which Mosaic GPU cannot lower.
+  Inlines calls, and replaces `add_any`, which Mosaic GPU cannot lower.
   """
   jaxpr = traced.jaxpr
   values = dict(zip(jaxpr.constvars, traced.consts, strict=True))
@@ -186,7 +186,7 @@ def _is_sum(equation: Any) -> Any:
 
 
 def _repeats(equation: Any) -> Any:
-  """Returns whether it broadcasts a scalar, or a value for each row."""
+  """Returns whether an equation broadcasts a scalar, or one value per row."""
   name, params = equation.primitive.name, equation.params
   dims = params.get("broadcast_dimensions")
   return name == "broadcast_in_dim" and dims in ((), (0,))
@@ -197,7 +197,7 @@ def _block_shape(array: Any) -> tuple[int, ...]:
 
 
 def _place(array: Any) -> Callable[[Any], tuple[Any, ...]]:
-  """Returns a function from a pipeline step to the index of its block."""
+  """Returns a function that maps a pipeline step to the step's block index."""
   return lambda step: (0, step)[: array.ndim]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the implementation on NVIDIA GPUs, when an op is lowered.
+"""Chooses an op's implementation on NVIDIA GPUs, during its lowering.
 
 A grouped matmul runs
 
@@ -29,11 +29,11 @@ from ep._src.matmul import by_ragged_dot, by_static_tiles
 
 _logger = logging.getLogger("ep")
 
-_FEW = 2  # matrices for which products with all rows cost less than a loop
+_FEW = 2  # With more matrices, a loop costs less than products with all rows.
 _SHORT = (jnp.bfloat16, jnp.float16)
 
-# By compute capability: the function of by_mosaic.py that adds products, and
-# the fewest rows and columns of its kernels.
+# For each compute capability: the function of by_mosaic.py that adds products,
+# and the least number of rows and of columns of the kernels.
 _SUMS = {
   "9.0": ("in_registers", 64),
   "10.0": ("in_tensor_memory", 128),
@@ -45,7 +45,7 @@ def choose(device: Any, rows: Any, matrices: tuple[int, int, int]) -> Any:
   """Returns a namespace with expand, contract and outer; logs the choice.
 
   Args:
-    device: a device that the program will run on; None if unknown.
+    device: a device that will run the program; None if unknown.
     rows: the shape and dtype of rows, or of their results.
     matrices: the shape of the matrices, [L, F, G].
   """
@@ -91,7 +91,7 @@ def _obstacle_of_map(
   arrays: Sequence[Any],
   outs: Sequence[Any],
 ) -> str | None:
-  """Returns why the kernel cannot be used, or None."""
+  """Returns why the kernel of mosaic_row_map.py cannot be used, or None."""
   types = *arrays, *outs
   wide = [x for x in types if len(x.shape) != 1]
   inputs = {x.shape for x in arrays if len(x.shape) == 2}
@@ -109,7 +109,7 @@ def _obstacle_of_map(
 def _misfit(
   device: Any, rows: Any, widths: Sequence[int], fewest: int | None = None
 ) -> str | None:
-  """Returns why the kernels cannot be used, or None."""
+  """Returns why device, dtype or shape rules out Mosaic kernels, or None."""
   if device is None:
     return "it is exported for any GPU, or XLA divides it among devices"
   if device.compute_capability not in _SUMS:
@@ -131,7 +131,7 @@ def _misfit(
 
 @functools.cache
 def _failure(device: Any) -> str | None:
-  """Compiles small kernels for a device; returns why it fails, or None."""
+  """Compiles small grouped matmuls; returns why this fails, or None."""
 
   def run(sizes: jax.Array, rows: Any, matrices: jax.Array) -> Any:
     ops = _kernels(device)
@@ -148,7 +148,7 @@ def _failure(device: Any) -> str | None:
 def _failure_of_map(
   device: Any, fn: Callable[..., Any], arrays: Sequence[Any]
 ) -> str | None:
-  """Compiles the kernel for few rows; returns why it fails, or None."""
+  """Compiles the row map for few rows; returns why this fails, or None."""
 
   def run(num_used: jax.Array, *arrays: jax.Array) -> Any:
     return _row_kernel(device)(fn, num_used, arrays)
@@ -157,10 +157,10 @@ def _failure_of_map(
 
 
 def _why_not(device: Any, run: Callable[..., Any], *types: Any) -> str | None:
-  """Compiles `run` for a device; returns why it fails, or None."""
+  """Compiles `run` for a device; returns why this fails, or None."""
   sharding = jax.sharding.SingleDeviceSharding(device)
   operands = [jax.ShapeDtypeStruct(*t, sharding=sharding) for t in types]
-  # Another thread has none of the contexts of the program being lowered.
+  # Another thread has none of JAX's contexts of the program being lowered.
   with futures.ThreadPoolExecutor(1) as pool:
     compiled = pool.submit(lambda: jax.jit(run).lower(*operands).compile())
     error = compiled.exception()
@@ -192,4 +192,4 @@ def _row_kernel(device: Any) -> Callable[..., list[jax.Array]]:
   return functools.partial(mosaic_row_map.map_rows, num_cores=device.core_count)
 
 
-_log = functools.cache(_logger.info)  # once for each message
+_log = functools.cache(_logger.info)  # logs each message once

@@ -26,14 +26,14 @@ _Tree = TypeVar("_Tree")
 
 
 def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
-  """Returns the sum of all ranks' arrays, with the same bits on each.
+  """Returns the sum of all ranks' arrays, with the same bits on each rank.
 
-  It gathers the arrays of all ranks, so it needs more memory and time than
-  `lax.psum`. The results differ by rounding alone.
+  The function gathers the arrays of all ranks, so it needs more memory and time
+  than `lax.psum`. The two results differ only by rounding.
 
   Args:
     x: an array or a pytree of arrays.
-    axis_name: axes of the enclosing `jax.shard_map`; with none, x is returned.
+    axis_name: axes of the enclosing `jax.shard_map`; without axes returns x.
   """
   if not axis_name:
     return x
@@ -55,8 +55,8 @@ def all_gather(
 ) -> jax.Array:
   """Returns `lax.all_gather`, with a result typed as equal on all ranks.
 
-  Its transpose slices a cotangent that is equal on all ranks; the transpose of
-  `lax.all_gather` would add the ranks' cotangents.
+  The transpose slices a cotangent that is equal on all ranks. The transpose of
+  a plain `lax.all_gather` would add the ranks' cotangents.
   """
   to = "invarying" if compat.checks_vma() else "varying"
   parts: jax.Array = lax.all_gather(x, axis_name, to=to, **options)
@@ -64,7 +64,7 @@ def all_gather(
 
 
 def tree_sum(parts: jax.Array) -> jax.Array:
-  """Returns the sum of parts [N, ...] over axis 0, in the order above."""
+  """Returns the sum of parts [N, ...] over axis 0, added in a balanced tree."""
   while parts.shape[0] > 1:
     last = parts[parts.shape[0] // 2 * 2 :]
     parts = jnp.concatenate([parts[:-1:2] + parts[1::2], last])
@@ -72,7 +72,7 @@ def tree_sum(parts: jax.Array) -> jax.Array:
 
 
 def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
-  """Returns x, which is equal on all ranks, with an ordered gradient.
+  """Returns x, which is equal on all ranks; its gradient is an ordered sum.
 
   The gradient is the `ordered_psum` of the ranks' gradients. In a `shard_map`
   with `check_vma=False` each rank gets only its gradient, and the caller adds.
@@ -87,9 +87,9 @@ def _sum(x: jax.Array, *, axes: tuple[str, ...]) -> list[jax.Array]:
   return [tree_sum(lax.all_gather(x, axes))]
 
 
-# The sum for `check_vma=False`. Like `lax.psum` there, it is its own transpose.
+# The sum for `check_vma=False`. Its transpose is the same sum, as with psum.
 # The transpose of `lax.all_gather` would be a reduce-scatter, whose transport
-# decides the order of the sum. Gloo's also slows later ops.
+# decides the order of the sum. Gloo's reduce-scatter also slows later ops.
 _unchecked_psum_p = primitive.new(
   "ep_ordered_psum",
   lambda x, *, axes: [x],
@@ -103,7 +103,7 @@ compat.ad.deflinear2(
   ),
 )
 
-# The identity, with a result that varies over the axes. Its transpose is an
+# The identity, with a result that varies over `axes`. The transpose is an
 # `ordered_psum`.
 _replicated_p = primitive.new(
   "ep_replicated",

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies a function to the used rows of arrays, not to all of their capacity.
+"""Applies a function to the used rows of arrays, not to their whole capacity.
 
 A receive buffer has the capacity for the worst routing, but usually only few of
 its rows are used. `map_used_rows` and its derivatives read and write only the
 blocks of used rows: in a loop on CPUs, and on GPUs and TPUs where there is a
 kernel (on_cuda.py, on_tpu.py).
 
-It is one primitive, with a function of blocks as its parameter. Its tangent is
-the same primitive with the tangent function, and its transpose with the
+The functions bind one primitive, whose parameter is a function of blocks. The
+tangent is the same primitive with the tangent function; the transpose has the
 transposed function. So derivatives of all orders exist, in both modes.
 """
 
@@ -27,8 +27,8 @@ from ep._src.matmul import on_cuda, on_tpu, unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
 
 # The rows of a block. Larger blocks are not faster. An array of fewer rows is
-# one smaller block, which may round differently; deterministic layers have no
-# such array (config.py).
+# one smaller block, which may round differently; deterministic layers have only
+# larger arrays (config.py).
 HEIGHT = 128
 
 
@@ -56,7 +56,7 @@ def map_used_rows(
       "zero" or "unspecified".
 
   Returns:
-    The results of `fn`, with C for B.
+    The results of `fn`, with C rows instead of B.
   """
   num_used = group_sizes.sum(dtype=jnp.int32)
   blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
@@ -80,8 +80,8 @@ def weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
   return products.astype(rows.dtype)
 
 
-# JAX's caches compare the functions that are parameters of the primitive. So
-# these are dataclasses, which compare by value.
+# The functions that are parameters of the primitive are dataclasses, which
+# compare by value, because JAX's caches compare parameters.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Flat:
 
 @dataclasses.dataclass(frozen=True)
 class _Tangent:
-  """The tangent of `fn`: a function of blocks and tangents of the `active`."""
+  """The tangent of `fn`: a function of blocks and `active` blocks' tangents."""
 
   fn: Callable[..., Any]
   active: tuple[int, ...]
@@ -114,7 +114,7 @@ class _Tangent:
 
 @dataclasses.dataclass(frozen=True)
 class _Transposed:
-  """The transpose of `fn`: a function of other operands and cotangents.
+  """The transpose of `fn`: a function of nonlinear operands and cotangents.
 
   `fn` is linear in the operands `linear`, which have rows of `types`. Only the
   cotangents `present` are not symbolic zeros.

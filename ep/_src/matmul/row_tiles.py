@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts the slabs of a buffer into tiles of rows, for kernels on GPUs.
 
-A tile is `height` consecutive rows of the buffer. Its rows `begin` to `end` are
-of one slab:
+A tile is `height` consecutive rows of the buffer. The rows `begin` to `end` of
+a tile belong to one slab:
 
     |---------------|---------------|---------------|---------------|
     |  slab 0                 |  slab 1     |  slab 2  |  unused ...
@@ -13,8 +13,8 @@ of one slab:
 A kernel copies rows from a multiple of ALIGNMENT on, so a tile may begin with
 rows of the slab before. The last tiles end with the buffer.
 
-The table of tiles has a static length; only the device knows how many of its
-entries are used.
+The table of tiles has a static length; only the device knows the number of used
+entries.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ALIGNMENT = 8
 
 
 class Slabs(NamedTuple):
-  """Slabs, int32 [L], of the rows from `start + begin` to `start + end`.
+  """The bounds of slabs, int32 [L]: rows `start + begin` to `start + end`.
 
-  `start` is a multiple of ALIGNMENT, and `begin` is less than that.
+  `start` is a multiple of ALIGNMENT, and `begin` is less than ALIGNMENT.
   """
 
   start: jax.Array
@@ -41,10 +41,10 @@ class Slabs(NamedTuple):
 
 
 class Tiles(NamedTuple):
-  """Tiles of slabs, of which the first `num_used` are used.
+  """A table of tiles of slabs, of which the first `num_used` tiles are used.
 
-  `num_used` is int32 [1], the others are int32 [N]. A tile has the rows of slab
-  `slab` from `start + begin` to `start + end`.
+  `num_used` is int32 [1], the other arrays are int32 [N]. A tile has the rows
+  `start + begin` to `start + end`, which belong to the slab `slab`.
   """
 
   num_used: jax.Array
@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
 
 
 def slabs(sizes: jax.Array, num_rows: int) -> Slabs:
-  """Returns consecutive slabs of `sizes`, cut at the end of the buffer."""
+  """Returns consecutive slabs of `sizes` rows, cut at the buffer's end."""
   sizes = jnp.maximum(sizes, 0)
   ends = jnp.clip(jnp.cumsum(sizes, dtype=jnp.int32), 0, num_rows)
   firsts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
@@ -71,8 +71,8 @@ def tiles(sizes: jax.Array, num_rows: int, height: int) -> Tiles:
   of = slabs(sizes, num_rows)
   counts = jnp.where(of.end > of.begin, -(-of.end // height), 0)
   counts_up_to = jnp.cumsum(counts, dtype=jnp.int32)
-  # The tiles of a slab have fewer than ALIGNMENT rows before it, and fewer than
-  # `height` after it.
+  # Besides the slab, its tiles cover fewer than ALIGNMENT rows before the slab,
+  # and fewer than `height` rows after the slab.
   excess = ALIGNMENT + height - 2
   tile = iota((num_rows + len(sizes) * excess) // height)
   slab = (counts_up_to <= tile[:, None]).sum(1, dtype=jnp.int32)

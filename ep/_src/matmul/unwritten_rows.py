@@ -9,7 +9,7 @@ The native library has two operations that XLA:CPU lacks:
     integers, because XLA:CPU would convert the whole array to float32 in each
     step. XLA's bitcast copies all rows.
 
-A program without the library, or for another process, uses XLA's operations.
+Without the library, or for another process, a program uses XLA's operations.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ep._src.base import compat, primitive
 from ep._src.base.arrays import iota
 from ep._src.native import ffi
 
-# The value of rows after the last slab, if XLA has to write one.
+# The value of rows after the last slab, if XLA's operations have to write one.
 TAILS = {"unspecified": 0, "zero": 0, "nan": jnp.nan}
-_FILLED_ROWS = 128  # of a step
+_FILLED_ROWS = 128  # rows that one step of `finish` fills
 
 
-# JAX counts a negative index from the end, unless it is told that no index is
-# negative.
+# Without this flag, JAX adds operations that count negative indices from the
+# end.
 slice_rows = functools.partial(
   lax.dynamic_slice_in_dim, allow_negative_indices=False
 )
@@ -51,7 +51,7 @@ def write(
   start: jax.Array,
   inside: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns the buffer with `rows` at `start`, or only the rows `inside`."""
+  """Writes `rows` at `start`, or only those `inside`; returns the buffer."""
   rows = _retyped(rows, buffer.dtype)
   if inside is not None:
     before = slice_rows(buffer, start, rows.shape[0])
@@ -65,9 +65,9 @@ def write(
 def finish(
   buffer: jax.Array, dtype: DTypeLike, num_used: jax.Array, tail: str
 ) -> jax.Array:
-  """Returns the rows of a buffer after the first `num_used` were written.
+  """Returns a buffer's rows as `dtype`, of which `num_used` were written.
 
-  The other rows become zero or NaN, or stay unwritten if `tail` is
+  The remaining rows become zero or NaN, or stay unwritten if `tail` is
   "unspecified".
   """
   if tail == "unspecified":
@@ -106,7 +106,7 @@ class Reader:
 def _retyped(
   array: jax.Array, dtype: DTypeLike, num_used: jax.Array | None = None
 ) -> jax.Array:
-  """Returns the bits of all rows, or of at least the used rows, as `dtype`."""
+  """Bitcasts all rows, or at least the first `num_used` rows, to `dtype`."""
   if array.dtype == dtype:
     return array
   if num_used is None:
@@ -129,8 +129,8 @@ def _primitive(
 ) -> compat.Primitive:
   """Makes a primitive that lowers to the library's `name`, or to `otherwise`.
 
-  It has no derivatives, because only lowerings of other primitives use it. The
-  options are passed to `jax.ffi.ffi_lowering`.
+  The primitive has no derivatives, because only lowerings of other primitives
+  use it. `jax.ffi.ffi_lowering` takes the options.
   """
   lower_otherwise = compat.lower_local(
     lambda *operands, **params: [otherwise(*operands, **params)]
@@ -154,8 +154,8 @@ _unwritten_p = _primitive(
   "ep_unwritten",
   lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype),
   lambda *, shape, dtype: jnp.zeros(shape, dtype),
-  # Without a side effect, XLA would hoist the array out of a scan of layers,
-  # and copy it in each layer.
+  # Without a side effect, XLA would hoist the array out of a scan over layers,
+  # and copy the array in each layer.
   has_side_effect=True,
 )
 _retyped_p = _primitive(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection of backends that call a native library."""
+"""The connection class of the backends with a native library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ep._src.base.meshes import Mesh
 from ep._src.base.primitive import ProgramNames
 from ep._src.native import ffi
 
-# The abstract value of the result of `_place`.
 _PLACE = jax.core.ShapedArray((2,), jnp.int32)
 
 # The last released group of each backend in this process.
@@ -30,7 +29,7 @@ os.register_at_fork(after_in_child=_released.clear)
 
 
 class NativeConnection(backend.Connection):
-  """A group that exists in a native library under its name."""
+  """A connection to a native library's group of the same name."""
 
   has_trace = True
 
@@ -40,7 +39,7 @@ class NativeConnection(backend.Connection):
 
   @property
   def closes_at_exit(self) -> bool:
-    # In a group of one process no peer waits, and running programs complete.
+    # A group of one process has no waiting peers, and its programs complete.
     has_peers = len(meshes.processes(self.group.mesh)) > 1
     return super().closes_at_exit or (not self._is_forked and has_peers)
 
@@ -115,7 +114,7 @@ class NativeConnection(backend.Connection):
       )
 
   def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
-    """Returns the attributes of domains that borrow communicators: none."""
+    """Returns the op attributes for borrowed communicators: empty values."""
     del ctx
     return dict(lent_mesh=np.zeros(0, np.int64), lent_axis=np.int64(0))
 
@@ -135,12 +134,12 @@ class NativeConnection(backend.Connection):
 
 
 def released() -> list[GroupConfig]:
-  """Returns one released group of each backend that has released any."""
+  """Returns the last released group of each backend, if there is one."""
   return list(_released.values())
 
 
 def close_released() -> None:
-  """Closes released groups that programs still use."""
+  """Closes all released groups, also if programs still use them."""
   with contextlib.ExitStack() as stack:
     for name in _released:
       stack.callback(ffi.close_released, name)
@@ -157,10 +156,10 @@ def mesh_of_devices(name: str, mesh: Mesh) -> jax.sharding.Mesh:
 
 
 def _place(group: GroupConfig) -> jax.Array:
-  """Returns the place of this rank in the mesh of the program.
+  """Returns this rank's index in all domains, and along the data axes.
 
-  The native group knows each rank's device, so it refuses a program whose mesh
-  has another order of devices.
+  The native group knows each rank's device, so the group refuses a program
+  whose mesh has another order of devices.
   """
   mesh = group.mesh
   domain_and_rank = meshes.index_of_rank(mesh, group.axis_name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the native libraries, registers their handlers, calls their functions.
 
-Each native backend has one library. Its first group loads it.
+Each native backend has one library, which the backend's first group loads.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ep._src.base import compat
 from ep._src.base.backend import OPS
 from ep._src.native import shipped_files
 
-# For each backend: the platform in its library's name, and XLA's platform name.
+# For each backend: the platform in the name of the library, and in XLA.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
-# kInterfaceVersion of ep_ffi/core/export.h, which says when to raise it.
+# Equals kInterfaceVersion of ep_ffi/core/export.h, which says when to raise it.
 INTERFACE_VERSION = 1
 
-# These are the values of `Tail` in ep_ffi/core/backend.h.
+# The values of the C++ enum `Tail` of ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
-_INVALID_ARGUMENT = 1  # ep_ffi/core/status.h
+_INVALID_ARGUMENT = 1  # Code::kInvalidArgument of ep_ffi/core/status.h
 _UNIQUE_ID_BYTES = 128  # the size of an ncclUniqueId
 
 
@@ -42,11 +42,11 @@ def find_library(backend: str) -> pathlib.Path:
   """Returns the path of a backend's library.
 
   Raises:
-    FileNotFoundError: there is none; the message lists the searched places.
+    FileNotFoundError: no library; the message lists the searched places.
   """
   name = f"libep_ffi_{PLATFORMS[backend][0]}.so"
   packages, distributions = _packages(backend)
-  if override := os.environ.get(_VARIABLE):  # then no other place is searched
+  if override := os.environ.get(_VARIABLE):  # searches no other place
     path = pathlib.Path(override)
     if path.is_dir():
       path /= name
@@ -72,7 +72,7 @@ def find_library(backend: str) -> pathlib.Path:
 
 
 def _packages(backend: str) -> tuple[list[str], str]:
-  """Returns the packages that may have a library, and their wheels' names."""
+  """Returns the packages that may have the library, and their wheels' names."""
   if backend == "host":
     return ["ep"], "jax-ep"
   fitting = [
@@ -89,7 +89,7 @@ def _packages(backend: str) -> tuple[list[str], str]:
 
 @functools.cache
 def library(backend: str) -> ctypes.CDLL:
-  """Loads a backend's library and registers its ops for its platform."""
+  """Loads a backend's library, and registers the handlers of its ops."""
   path = find_library(backend)
   # Create JAX's clients before the registration. JAX would give a later client
   # the handlers before the type of their state, which XLA refuses.
@@ -136,10 +136,10 @@ def path_and_interface(backend: str) -> str:
 
 
 def is_native(ctx: compat.LoweringContext) -> bool:
-  """Returns whether the lowered program for CPUs can call the library.
+  """Returns whether a CPU program that JAX lowers can call the host library.
 
-  A program must run in this process, and XLA must not partition the program,
-  because XLA gathers the operands of a call, or cannot partition the call.
+  The program must run in this process, and XLA must not partition the program:
+  XLA would gather the operands of a call, or could not partition the call.
   """
   if not compat.can_call_python(ctx) or compat.is_partitioned(ctx):
     return False
@@ -169,7 +169,7 @@ def _call(
 ) -> None:
   """Calls a C function that can fail; see ep_ffi/core/export.h.
 
-  Errors begin with `op`, a function of the user, unless it is None.
+  Error messages begin with `op`, a public function, unless `op` is None.
   """
   lib, error = library(backend), ctypes.create_string_buffer(_ERROR_BYTES)
   code = getattr(lib, function)(*args, error, ctypes.c_int64(_ERROR_BYTES))
@@ -192,7 +192,7 @@ class _HostRank(ctypes.Structure):
 
 
 class _HostGroup(ctypes.Structure):
-  """`EpHostGroup` of ep_ffi/backends/host/bootstrap.cc."""
+  """The C struct `EpHostGroup` of ep_ffi/backends/host/bootstrap.cc."""
 
   _fields_ = [
     ("name", ctypes.c_char_p),
@@ -237,10 +237,10 @@ def create_host_group(
 
 
 def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
-  """Returns a new id of an EP domain.
+  """Returns a new ncclUniqueId for an EP domain.
 
-  `nccl` and `nccl_ep` are the paths of libraries to load if the process has
-  loaded none; "" loads the system's.
+  `nccl` and `nccl_ep` are the paths of the two libraries, to load if the
+  process has loaded none; "" loads the system's.
   """
   unique_id = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
   args = nccl.encode(), nccl_ep.encode(), unique_id
@@ -269,8 +269,8 @@ def create_nccl_group(
   """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
 
   `ranks` maps the ranks of this process in the `domain` to ordinals of GPUs.
-  `unique_id` is the id of the domain, or b"" if ep_connect gives each rank a
-  borrowed communicator. For `nccl` and `nccl_ep` see `new_nccl_id`.
+  `unique_id` is the domain's ncclUniqueId, or b"" if ep_connect gives each rank
+  a borrowed communicator. For `nccl` and `nccl_ep` see `new_nccl_id`.
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
   array = ctypes.c_int32 * len(ranks)
@@ -299,7 +299,7 @@ def nccl_place(
 ) -> tuple[int, bool, int, float, str]:
   """Returns the fields of `peers.Place` of the i-th rank of this process.
 
-  Gives its watchdog `others`, a sentence about the other ranks.
+  Gives the rank's watchdog `others`, a sentence about the other ranks.
   """
   numbers = (ctypes.c_double * 4)()
   text = ctypes.create_string_buffer(_ERROR_BYTES)
@@ -312,7 +312,7 @@ def nccl_place(
 
 
 def mem_bytes(backend: str, name: str, *sizes: int) -> int:
-  """Returns the bytes of `EpHandle.mem` in the group `name`.
+  """Returns the size of `EpHandle.mem` in the group `name`, in bytes.
 
   The sizes are num_tokens, top_k, alignment and capacity.
   """
@@ -323,7 +323,7 @@ def mem_bytes(backend: str, name: str, *sizes: int) -> int:
 
 
 def group_memory(backend: str, name: str) -> tuple[int, int]:
-  """Returns the reserved and the resident bytes of a group."""
+  """Returns the reserved and the resident host memory of a group, in bytes."""
   reserved, resident = ctypes.c_int64(), ctypes.c_int64()
   out = ctypes.byref(reserved), ctypes.byref(resident)
   _call(backend, "ep_group_memory", name.encode(), *out)
@@ -331,7 +331,7 @@ def group_memory(backend: str, name: str) -> tuple[int, int]:
 
 
 def start_trace(backend: str, name: str, path: str) -> None:
-  """Starts to trace a group to the end of a file."""
+  """Starts a trace of a group, which the group appends to the file `path`."""
   args = name.encode(), os.fsencode(path)
   _call(backend, "ep_group_trace_start", *args, op="ep.trace")
 
@@ -342,27 +342,27 @@ def stop_trace(backend: str, name: str) -> None:
 
 
 def waited(backend: str, name: str) -> float:
-  """Returns for how many seconds ranks of a traced group have waited."""
+  """Returns the seconds that ranks of a traced group have waited for peers."""
   out = ctypes.c_double()
   _call(backend, "ep_group_waited", name.encode(), ctypes.byref(out))
   return out.value
 
 
 def check_group(backend: str, name: str) -> None:
-  """Waits for the device, and raises a failure that no op has reported."""
+  """Waits for the device, and raises a failure that no op has raised yet."""
   _call(backend, "ep_group_check", name.encode())
 
 
 def close_group(backend: str, name: str) -> None:
-  """Closes a group; raises if a peer still waits for this process."""
+  """Closes the group `name`; raises if a peer still waits for this process."""
   _call(backend, "ep_group_close", name.encode(), op="ep_finalize")
 
 
 def release_group(backend: str, name: str) -> None:
-  """Makes a group close once no program uses it."""
+  """Makes the group `name` close once no program uses the group."""
   _call(backend, "ep_group_release", name.encode())
 
 
 def close_released(backend: str) -> None:
-  """Closes the groups that were released and that programs still use."""
+  """Closes all released groups, also if programs still use them."""
   _call(backend, "ep_group_close_released")

@@ -13,13 +13,13 @@ import os
 import pkgutil
 import subprocess
 
-# The fraction of a GPU's memory that XLA allocates, and JAX's default.
+# The variable for XLA's fraction of a GPU's memory, and JAX's default fraction.
 _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MEMORY_FRACTION = 0.75
 
-# NCCL allows at most this many ranks on a GPU unless the thread blocks of each
-# rank are limited. Otherwise blocks of a rank might wait for blocks of another
-# rank that the GPU cannot schedule.
+# NCCL allows at most this number of ranks on a GPU if the thread blocks of each
+# rank are not limited, because blocks of one rank might wait for blocks of
+# another rank that the GPU cannot schedule.
 _RANKS_WITHOUT_LIMIT = 2
 _MAX_BLOCKS = "NCCL_MAX_CTAS"
 _BLOCKS_OF_A_GPU = 16
@@ -53,7 +53,7 @@ def check_plugin() -> None:
 
 
 def visible() -> list[str]:
-  """Returns CUDA's names of the GPUs that a new process would see."""
+  """Returns the GPUs in CUDA_VISIBLE_DEVICES, or else all GPUs' indices."""
   chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
   if chosen is not None:
     return [name.strip() for name in chosen.split(",") if name.strip()]

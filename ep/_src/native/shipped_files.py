@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds files of Bazel's runfiles and of installed packages."""
+"""Finds files among Bazel's runfiles and in installed packages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def in_runfiles(path: str) -> pathlib.Path | None:
 
 
 def in_package(package: str, path: str) -> pathlib.Path | None:
-  """Returns the path of a package's file, or None; does not import it."""
+  """Returns the path of a package's file, or None, without an import."""
   try:
     spec = importlib.util.find_spec(package)
-  except ModuleNotFoundError:  # there is no parent package
+  except ModuleNotFoundError:  # the parent package is missing
     return None
   for folder in (spec and spec.submodule_search_locations) or ():
     if (file := pathlib.Path(folder, path)).exists():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="nccl": NVIDIA GPUs from Hopper on, through NCCL EP."""
+"""The backend "nccl": NVIDIA GPUs from Hopper on, through NCCL EP."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from ep._src.native import connection, ffi
 
 _MIN_COMPUTE_CAPABILITY = 9.0
 
-# "xla": groups borrow XLA's communicators; "own": they create communicators.
+# With "xla" groups borrow XLA's communicators, with "own" they create theirs.
 _COMMUNICATOR = "EP_NCCL_COMMUNICATOR"
 
 
 class NcclBackend(Backend):
-  """Serves GPUs that NCCL EP supports, one for each process.
+  """A backend for GPUs that NCCL EP supports, one for each process.
 
   With borrowed communicators, a process may have several GPUs of one EP domain.
   """
@@ -57,7 +57,7 @@ class NcclBackend(Backend):
         f"{what}needs at least two ranks in a domain, but mesh axis"
         f" {axis_name!r} has one; give the axis more devices."
       )
-    of_process = collections.defaultdict(list)  # the domain of each of its GPUs
+    of_process = collections.defaultdict(list)  # domain of each GPU, by process
     for (domain, _), device in np.ndenumerate(meshes.domains(mesh, axis_name)):
       of_process[device.process_index].append(domain)
     for process, domains in of_process.items():
@@ -113,7 +113,7 @@ class NcclBackend(Backend):
     ranks = {int(r): domains[domain, r] for r in places[:, 1]}
     device = next(iter(ranks.values()))
 
-    # `join` tells other processes of a failure in here.
+    # If `introduce` raises, `join` fails on all processes.
     def introduce() -> dict[str, Any]:
       self.check_sizes(group)
       ffi.library("nccl")
@@ -176,14 +176,14 @@ class NcclBackend(Backend):
 
 
 class NcclConnection(connection.NativeConnection):
-  """A group of NCCL EP."""
+  """A connection to a group of NCCL EP."""
 
   weighs = False
 
   def __init__(
     self, group: GroupConfig, borrows: bool, lookouts: list[Lookout]
   ):
-    """`borrows` tells whether the group borrows XLA's communicators."""
+    """Takes `borrows`: whether the group borrows XLA's communicators."""
     super().__init__(group)
     self._borrows = borrows
     self._lookouts = lookouts
@@ -218,7 +218,7 @@ class NcclConnection(connection.NativeConnection):
 
 
 def _communicator() -> str:
-  """Returns the kind of communicators in this process: "own" or "xla"."""
+  """Returns the communicators to use, "own" or "xla", from the environment."""
   value = os.environ.get(_COMMUNICATOR) or "own"
   if value not in ("own", "xla"):
     raise ValueError(
@@ -229,9 +229,9 @@ def _communicator() -> str:
 
 
 def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
-  """Gives the native group XLA's communicator. Collective over the mesh.
+  """Gives the native group XLA's communicators. Collective over the mesh.
 
-  Runs a program, because XLA lends communicators only to programs.
+  Runs a program, because only a running program gets XLA's communicators.
   """
 
   def connect() -> Any:
@@ -250,7 +250,7 @@ def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
 
 
 def _domains(group: GroupConfig, mesh: Mesh) -> dict[str, Any]:
-  """Returns the place of EP domains in a mesh, for the handlers."""
+  """Returns the mesh's shape and EP axis, as attributes of the handlers."""
   return dict(
     lent_mesh=np.array([*mesh.shape.values()], np.int64),
     lent_axis=np.int64([*mesh.shape].index(group.axis_name)),
@@ -270,7 +270,7 @@ def _size(group: GroupConfig, name: str) -> int:
 
 
 def _padded_width(hidden: int, itemsize: int = 2) -> int:
-  """Returns the width to which NCCL EP wants rows padded, in elements."""
+  """Returns `hidden`, rounded up to a row width that NCCL EP supports."""
   multiple = 16 if itemsize == 1 else 8
   return -(-hidden // multiple) * multiple
 
@@ -278,7 +278,7 @@ def _padded_width(hidden: int, itemsize: int = 2) -> int:
 def _with_fitting_rows(
   lower: Callable[..., Any], ctx: LoweringContext, *operands: Any
 ) -> Any:
-  """Lowers an op on rows, padded to a width that NCCL EP supports."""
+  """Lowers an op, with rows padded to a width that NCCL EP supports."""
   rows: Any  # an `AbstractValue` with a shape
   (_, rows, *_), (moved, *others) = ctx.avals_in, ctx.avals_out
   hidden = rows.shape[1]
@@ -307,7 +307,7 @@ def _check_capability(device: jax.Device) -> None:
   capability = getattr(device, "compute_capability", "none")
   try:
     is_enough = float(capability) >= _MIN_COMPUTE_CAPABILITY
-  except ValueError:  # a name, like "gfx942" of another vendor
+  except ValueError:  # not a number, like "gfx942" of another vendor
     is_enough = False
   if not is_enough:
     raise CannotServe(

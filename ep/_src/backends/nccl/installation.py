@@ -25,11 +25,11 @@ import jax
 
 from ep._src.native import shipped_files
 
-# The NCCL_VERSION_CODE of the headers with which NCCL EP 0.2.0 was built. Its
-# kernels need the same headers: see ep_ffi/backends/nccl/libraries.cc.
+# The NCCL_VERSION_CODE of the headers with which NCCL EP 0.2.0 was built. NCCL
+# EP's kernels need the same headers: see ep_ffi/backends/nccl/libraries.cc.
 _NCCL_VERSION = 23007
 
-# All kernels of NCCL EP include this header, and are compiled with these flags.
+# NCCL EP compiles all its kernels with this header and these flags.
 _PROBE = '#include "device/ht_ep.cuh"\n'
 _OPTIONS = ("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr")
 _TIMEOUT_S = 120
@@ -92,7 +92,7 @@ def _prepare(cuda: int, sm: str) -> tuple[str, str]:
 
 
 def find_nvcc(cuda: int) -> pathlib.Path:
-  """Returns the nvcc that the user set, else a wheel's, else PATH's."""
+  """Returns the path of the user's nvcc, else a wheel's, else PATH's."""
   for variable in ("NCCL_EP_JIT_NVCC", "NVCC"):
     if name := os.environ.get(variable):
       if path := shutil.which(name):
@@ -129,7 +129,7 @@ def _find(runfile: str, packaged: tuple[str, str]) -> pathlib.Path | None:
 def _default(
   variable: str, ours: pathlib.Path | None, what: str, package: str
 ) -> pathlib.Path:
-  """Returns the folder that a variable names; sets it to `ours` if unset."""
+  """Sets an environment variable to `ours` if unset, and returns its folder."""
   folder = pathlib.Path(os.environ.get(variable) or ours or "")
   if not (folder.name and folder.exists()):
     raise _error(
@@ -199,13 +199,13 @@ def _flags(variable: str) -> Sequence[str]:
 
 
 def _check_cache() -> None:
-  """Makes the folder of compiled kernels, which NCCL EP loads and runs.
+  """Creates and checks the folder in which NCCL EP caches compiled kernels.
 
   The default folder is different for each host, because hosts may share home
   folders, and NCCL EP's locks and temporary names are unique only in a host.
 
   Raises:
-    RuntimeError: the folder cannot be made; another user can write to it; or
+    RuntimeError: the folder cannot be created; another user can write to it; or
       NCCL EP has failed to compile a kernel, and would not try again.
   """
   try:
@@ -235,7 +235,7 @@ def _check_cache() -> None:
 
 
 def _check_private(cache: pathlib.Path) -> None:
-  """Raises `RuntimeError` if a user other than root can replace kernels."""
+  """Raises `RuntimeError` if another user, except root, can replace kernels."""
   what = f"NCCL EP loads and runs the kernels in {cache}, but"
   cure = f"set {_CACHE_VARIABLE} to a private folder."
   folder = cache.resolve()

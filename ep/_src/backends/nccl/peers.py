@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the ranks for which a rank waits, for messages of the watchdog.
+"""Finds missing ranks of NCCL EP, which the watchdog's messages then name.
 
 NCCL EP's kernels wait for peers, and XLA waits for the kernels. So a thread of
-each rank polls the progress of the rank. After a while without progress the
+each rank polls the progress of the rank. After a while without progress, each
 thread publishes the place of its rank periodically in JAX's key-value store,
-because a rank may not know that others wait for it. The thread of a rank that
-waits also reads the published places, and gives the watchdog a sentence.
+because a rank may not know that peers wait. The thread of a waiting rank also
+reads the published places, and gives the watchdog a sentence about them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMED = 8  # ranks in a message, at most
 
 
 class Place(NamedTuple):
-  """The progress of a rank: `Watchdog::Place` of ep_ffi/backends/nccl."""
+  """A rank's position in its sequence of ops; see the C++ `Watchdog::Place`."""
 
   num_ended: int
   has_begun: bool
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Lookout:
-  """A thread that publishes the place of its rank, and reads the others'."""
+  """A thread that publishes its rank's `Place`, and reads the peers' places."""
 
   def __init__(
     self,
@@ -74,7 +74,7 @@ class Lookout:
 
   def _run(self) -> None:
     others = ""
-    first: dict[int, Place] = {}  # the first place of each rank in this wait
+    first: dict[int, Place] = {}  # first `Place` of each rank in this wait
     while not self._is_stopped.wait(self._timeout_s / 16):
       try:
         place = Place(*self._look(others))
@@ -101,7 +101,7 @@ class Lookout:
         others = f"Of the other ranks nothing is known: {e}."
 
   def _read(self) -> dict[int, Place]:
-    """Returns the last place that each rank has published."""
+    """Returns the last `Place` that each rank has published."""
     found = compat.distributed_client().key_value_dir_get(self._key)
     return {
       int(key.rpartition("/")[2]): Place(*json.loads(value))
@@ -110,10 +110,10 @@ class Lookout:
 
 
 def describe(answers: Mapping[int, Place], processes: list[int]) -> str:
-  """Returns a sentence about the ranks for which others wait.
+  """Returns a sentence about the missing ranks, for which other ranks wait.
 
-  `answers` has the place of each rank that answers, and `processes` the process
-  of each rank. Ranks with the same answers get the same sentence.
+  `answers` has the `Place` of each rank that answers, and `processes` the
+  process of each rank. Ranks with the same answers get the same sentence.
   """
   furthest = max(p.num_ended + p.has_begun for p in answers.values())
   missing = {

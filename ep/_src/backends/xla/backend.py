@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": `lax` collectives and gathers, on every platform of XLA.
+"""The backend "xla": `lax` collectives and gathers, on every platform of XLA.
 
-The primitive of an op is lowered to a function of one rank's arrays.
-`ep_prepare` shares the number of tokens of each rank for each expert, from
-which every rank computes its plan (xla/plans.py). Dispatch sends rows along the
-plan, and combine sends them back (xla/exchanges.py).
+Each op's primitive is lowered to a function of one rank's arrays. `ep_prepare`
+gathers the number of tokens per rank and expert, and every rank computes its
+plan from these counts (xla/plans.py). Dispatch sends rows along the plan, and
+combine sends rows back (xla/exchanges.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ep._src.base.primitive import ProgramNames
 
 
 class XlaBackend(Backend):
-  """Serves any mesh."""
+  """A backend for any mesh, without native code."""
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
     join(group, dict)  # checks that all processes agree
@@ -35,7 +35,7 @@ class XlaBackend(Backend):
 
 
 class XlaConnection(Connection):
-  """Lowers ops to XLA's collectives. Its only state is a trace."""
+  """A lowering of ops to XLA's collectives, with no state but a trace."""
 
   def __init__(self, group: GroupConfig):
     super().__init__(group)
@@ -100,7 +100,7 @@ def _row_bytes(mem: Any, rows: Any = None, *_: Any) -> int:
 
 
 def _counts(op: str, plan: Plan, outs: list[jax.Array]) -> jax.Array:
-  """Returns the counts of an op for a trace; see `Stamps.after`."""
+  """Returns an op's counts of slots and tokens, for `Stamps.after`."""
   if op != "ep_prepare":
     return jnp.concatenate([plan.used, jnp.zeros(1, jnp.int32)])
   tokens, total, dropped = outs[2], outs[3], outs[4]
@@ -140,7 +140,7 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
 
 
 def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
-  """Returns the plan of a handle, and whether this rank packed it."""
+  """Unpacks the plan in `EpHandle.mem`; also returns whether it is valid."""
   checks.check_mem(dims, op, mem)
   plan, is_sound = plans.unpack(dims, mem)
   return plan, checks.check_plan(dims, op, plan.routing, is_sound)
@@ -175,8 +175,8 @@ def _sum(rows: jax.Array, weights: jax.Array | None = None) -> jax.Array:
 def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
   """Returns float32 `x` with denormals replaced by zeros of the same sign.
 
-  With `sign=0` all zeros become +0. Uses integer operations, because XLA
-  simplifies `0 + x` to `x`, and platforms flush different denormals.
+  With `sign=0` denormals and zeros become +0. Uses integer operations, because
+  XLA simplifies `0 + x` to `x`, and platforms flush different denormals.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   is_small = bits & np.uint32(0x7F800000) == 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": raises the errors of any rank on all ranks.
+"""Raises an error of any rank on all ranks, for the backend "xla".
 
-An op calls Python, which raises. In a program that cannot call Python, the
-results are NaN instead.
+An op calls a Python function, which raises. In a program that cannot call
+Python, the op's results are NaN instead.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ep._src.base.errors import fail_if
 
 
 def find_fault(dims: Dims, idx: jax.Array, choices: Choices) -> jax.Array:
-  """Returns [fault, id...] of the first wrong id; see `errors.wrong_choice`.
+  """Returns int32 [fault, *id] of the first wrong expert id in `topk_idx`.
 
-  The fault is `errors.NO_FAULT` if all ids are right. The id has one or two
-  words, like its dtype.
+  The fault is as in `errors.wrong_choice`, or `errors.NO_FAULT` if all ids are
+  right. The id has one or two words, by the dtype of `topk_idx`.
   """
   flat = idx.reshape(-1)
   is_wrong = (flat < -1) | (flat >= dims.E)
@@ -92,7 +92,7 @@ def check_routing(
 
 
 def check_mem(dims: Dims, op: str, mem: jax.Array) -> None:
-  """Raises `ValueError` if `mem` cannot be the packed plan of a rank."""
+  """Raises `ValueError` unless `mem` has a packed plan's shape and dtype."""
   size = mem_bytes(dims)
   if (mem.shape, mem.dtype) != ((size,), jnp.uint8):
     raise ValueError(
@@ -109,7 +109,7 @@ def check_plan(
   """Returns `is_sound`; on CPUs, fails unless all ranks have sound plans.
 
   The plans must have the same routing. On other platforms, where a check would
-  make each op wait for the host, results are NaN instead.
+  make each op wait for the host, results of unsound plans are NaN instead.
   """
   what = f'{op}(layer "{dims.layer.name}")'
 
@@ -147,7 +147,7 @@ def _disagreement(what: str, value: str, of_ranks: np.ndarray) -> ValueError:
 
 
 def check_finite(dims: Dims, out: jax.Array) -> jax.Array:
-  """Returns `out` [T, H] of `ep_combine`; fails if it is not finite."""
+  """Returns `out` [T, H] of `ep_combine`; fails unless all of it is finite."""
   wrong = ~jnp.isfinite(out).reshape(-1)
   first = jnp.stack([int32(wrong.any()), int32(jnp.argmax(wrong))])
   (all_first,) = share(dims, first)

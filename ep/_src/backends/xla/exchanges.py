@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": sends rows between the ranks of a domain, along a plan.
+"""Sends rows between the ranks of a domain along a plan, for the backend "xla".
 
 XLA's ragged all-to-all writes each slice of rows to its final place: slots on
 the rank of the expert, or the sorted choices of the source rank. So each row is
@@ -152,7 +152,7 @@ def _unwritten(sent: jax.Array, num: int) -> jax.Array:
 
 
 def share(dims: Dims, *arrays: jax.Array) -> list[jax.Array]:
-  """Gathers vectors of all ranks, as [P, n], in one collective."""
+  """All-gathers vectors [n] to [P, n], all of them in one collective."""
   mine = jnp.concatenate(arrays)[None]
   if dims.P > 1:
     mine = lax.all_gather(mine, dims.axis, tiled=True)

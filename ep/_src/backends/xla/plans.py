@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": a rank's routing, and its form in `EpHandle.mem`.
+"""The plan of a routing, and its format in `EpHandle.mem`, for backend "xla".
 
 A rank sorts its choices by expert. A *slice* is the choices of one rank for one
 expert: consecutive in the sorted choices of that rank, and consecutive slots on
@@ -21,18 +21,18 @@ import numpy as np
 from ep._src.base.arrays import iota
 from ep._src.base.config import LayerConfig
 
-# The values of a word. If they suffice, a key and its value are sorted as one
-# word.
+# The number of uint32 values. A key and its value are sorted as one uint32 if
+# they fit.
 _WORDS = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-  """The static values of an op; sizes have their names in docs/semantics.md."""
+  """The static sizes and options of an op, named as in docs/semantics.md."""
 
   layer: LayerConfig
   T: int  # tokens of a rank
-  drop: bool = True  # rows past the capacity; otherwise prepare fails
+  drop: bool = True  # drop rows past the capacity; otherwise prepare fails
   can_raise: bool = True  # whether the program can call Python
   tail: str = "zero"  # the rows past the last slab; see `OpParams`
 
@@ -96,10 +96,10 @@ class Choices(NamedTuple):
 
 
 class Slabs(NamedTuple):
-  """The slabs of all ranks, int32."""
+  """The layout of the expert slabs of all ranks, int32."""
 
   start: jax.Array  # [P, E + 1] `Choices.start` of each rank
-  counts: jax.Array  # [P, L, P] tokens for an expert of a rank, by source
+  counts: jax.Array  # [P, L, P] tokens for each rank's experts, by source rank
   before: jax.Array  # [P, L, P + 1] sums of `counts` over earlier sources
   offset: jax.Array  # [P, L + 1] first slot of each slab; end of the last slab
 
@@ -133,7 +133,7 @@ def _sort(
 
 
 def make_slabs(dims: Dims, start: jax.Array) -> Slabs:
-  """Returns the slabs for `start` [P, E + 1] of all ranks."""
+  """Returns the slab layout from `Choices.start` of all ranks, [P, E + 1]."""
   P, L = dims.P, dims.L
   counts = jnp.diff(start).T.reshape(P, L, P)
   before = _sums(counts)
@@ -174,13 +174,13 @@ def make_plan(
 
 
 def pack(dims: Dims, plan: Plan) -> jax.Array:
-  """Returns a plan as int32 words: a stamp, then the plan's arrays."""
+  """Returns a plan as int32 words: a checksum, then the plan's arrays."""
   body = jnp.concatenate(jax.tree.leaves(plan))
   return jnp.concatenate([_stamp(dims, body)[None], body])
 
 
 def unpack(dims: Dims, mem: jax.Array) -> tuple[Plan, jax.Array]:
-  """Returns the plan in `mem`, and whether this rank packed it."""
+  """Returns the plan in `mem`, and whether its checksum fits this rank."""
   words = lax.bitcast_convert_type(mem.reshape(-1, 4), jnp.int32)
   leaves = jnp.split(words[1:], np.cumsum(_sizes(dims))[:-1])
   order, place, *slices, used, routing = leaves
@@ -190,7 +190,6 @@ def unpack(dims: Dims, mem: jax.Array) -> tuple[Plan, jax.Array]:
 
 
 def mem_bytes(dims: Dims) -> int:
-  """Returns the bytes of a packed plan."""
   return 4 * (1 + sum(_sizes(dims)))
 
 
@@ -200,7 +199,7 @@ def _sizes(dims: Dims) -> list[int]:
 
 
 def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
-  """Returns a word that depends on the sizes, the rank and the body."""
+  """Returns a checksum of a plan's arrays, the static sizes and the rank."""
   sizes = dims.P, dims.E, dims.T, dims.K, dims.C, dims.layer.alignment
   kind = np.int32(zlib.crc32(repr(sizes).encode()) >> 1)
   rank = lax.axis_index(dims.axis) * np.int32(0x61C88647)
@@ -211,8 +210,7 @@ def digest(words: jax.Array) -> jax.Array:
   """Returns a hash of int32 words.
 
   A change of one word always changes the hash, because factors are odd. High
-  bits are mixed into low bits, since high bits of two words may cancel in a
-  sum.
+  bits are mixed into low bits, because high bits of words may cancel in a sum.
   """
   factors = jnp.arange(1, 2 * words.size, 2, dtype=jnp.int32)
   return _sum((words ^ lax.shift_right_logical(words, np.int32(16))) * factors)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": the trace of a group, which programs write by calling Python.
+"""Times of ops for `ep.trace`, recorded by calls of Python; backend "xla".
 
-XLA does not report when a rank waits and when it sends rows. So in a trace, a
+XLA does not report when a rank waits and when it sends rows. So a traced
 program calls Python when all operands of an op are ready, and after the op. The
-exchange begins when the last rank arrives.
+op's exchange begins when the last rank arrives.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 from ep._src.base import compat, meshes
 from ep._src.base.config import GroupConfig
 
-_KEPT = 1 << 18  # exchanges, at most, as with "host"
+_KEPT = 1 << 18  # the largest number of exchanges in a trace, as with "host"
 
 
 class Site(NamedTuple):
-  """An op of a program."""
+  """An op in a compiled program: its layer, and its position there."""
 
   op: str
   layer: str
@@ -38,19 +38,19 @@ class Site(NamedTuple):
 
 
 class Stamps:
-  """The times of ops of a group's ranks in this process. Thread-safe.
+  """The recorded times of a group's ops on this process's ranks. Thread-safe.
 
   A rank may run an op of a program repeatedly, in loops and launches. The step
-  is the number of earlier runs, which is equal on all ranks.
+  in a record is the number of earlier runs, which is equal on all ranks.
   """
 
   def __init__(self, group: GroupConfig):
     self._lock = threading.Lock()
-    self._path: pathlib.Path | None = None  # while the trace is on
+    self._path: pathlib.Path | None = None  # set while a trace is on
     self._group = group
 
   def start(self, path: str) -> None:
-    """Records times from now on, for this file."""
+    """Starts to record times, which `stop` appends to the file `path`."""
     with self._lock:
       self._path = pathlib.Path(path)
       self._runs: collections.Counter[Any] = collections.Counter()
@@ -70,7 +70,7 @@ class Stamps:
   def before(
     self, site: Site, operands: Sequence[jax.Array]
   ) -> tuple[jax.Array, ...]:
-    """Returns the operands; the first one depends on a call of Python."""
+    """Returns the operands, after a call of Python that records the time."""
     nothing = compat.io_callback(
       functools.partial(self._came, site),
       jax.ShapeDtypeStruct((), jnp.int32),
@@ -78,12 +78,12 @@ class Stamps:
       *_starts(operands),
     )
     first, *others = operands
-    return first + nothing.astype(first.dtype), *others  # integers
+    return first + nothing.astype(first.dtype), *others  # an integer array + 0
 
   def after(
     self, site: Site, outs: Sequence[jax.Array], counts: jax.Array
   ) -> None:
-    """Calls Python once `outs` are ready.
+    """Calls Python, which records the time when all `outs` are ready.
 
     `counts` are int32: slots, dropped tokens, and tokens of each local expert.
     """
@@ -130,8 +130,8 @@ class Stamps:
       ends = self._ends[site, domain, step]
       mine = {r for r, d in enumerate(devices[domain]) if d.process_index == me}
       if not begins.keys() == ends.keys() == mine:
-        continue  # it did not run entirely in the trace
-      # No op ends before all ranks arrive.
+        continue  # the exchange did not run entirely during the trace
+      # All ranks, also of other processes, arrive before any rank ends the op.
       seen = min(end for end, _ in ends.values())
       counts = [
         ends[r][1] if r in mine else [] for r in range(self._group.ep_size)
@@ -143,7 +143,7 @@ class Stamps:
         site=f"{site.program}/{site.position}",
         step=step,
         domain=domain,
-        began=None,  # until the files of all processes are merged
+        began=None,  # known after the files of all processes are merged
         ended=max(end for end, _ in ends.values()),
         came=[begins.get(r, seen) for r in range(len(counts))],
         rows=[c[0] if c else -1 for c in counts],
