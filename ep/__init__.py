@@ -3,7 +3,7 @@
 
 Each device of a mesh axis owns a part of the experts. `ep_dispatch` sends every
 token to the devices of its top-k experts, and `ep_combine` sends the expert
-outputs back and sums them. Both are differentiable, in any order. A backend
+outputs back and sums them. Both are differentiable, to any order. A backend
 moves the rows: "host" on CPUs, "nccl" on NVIDIA GPUs, and "xla" on any device.
 
     mesh = jax.make_mesh((jax.device_count(),), ("ep",))
@@ -33,7 +33,7 @@ Running, measuring and debugging:
     checked            traces programs with checks of their arguments
     describe, debug    show the routing of a step: as a table, as a picture
     record, replay     write the routing of each step to files, and reuse it
-    suggest_capacity   finds the receive capacity that a record needs
+    suggest_capacity   computes a receive capacity from recorded routings
     trace, explain     measure who waits for whom in a step, and why
     plan, place        predict exchange costs on a Cluster; place the experts
     testing            tests of a transport or a layer against the contract
@@ -47,7 +47,7 @@ import typing as _typing
 
 from ep._src.base import public as _public
 
-_public.check_jax()  # before a module imports JAX
+_public.check_jax()  # must run before ep's modules import JAX
 
 # isort: split
 
@@ -118,6 +118,6 @@ if _typing.TYPE_CHECKING:
 else:
 
   def __getattr__(name: str) -> _typing.Any:
-    if name == "testing":  # ep.testing itself imports ep
+    if name == "testing":  # lazily, because ep.testing imports ep
       return _importlib.import_module("ep.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

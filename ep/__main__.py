@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import sys
 
-# Each module has a function `main`, which takes the arguments of the command.
+# Maps each command to the module whose `main(args)` runs it, and its help text.
 _COMMANDS = {
   "check": ("ep._tools.check", "print versions and usable backends"),
   "explain": ("ep._tools.trace.explain", "say why a trace's steps are slow"),
@@ -35,9 +35,9 @@ def main(args: list[str]) -> int | str | None:
 
 if __name__ == "__main__":
   _code: int | str | None = 0
-  with contextlib.suppress(BrokenPipeError):  # `| head` has ended
+  with contextlib.suppress(BrokenPipeError):  # a reader such as head exited
     _code = main(sys.argv[1:])
   with contextlib.suppress(AttributeError, OSError):
-    # Python's flush at exit could fail, and change the exit code.
+    # A failed flush at interpreter exit would change the exit code.
     sys.stdout.close()
   sys.exit(_code)

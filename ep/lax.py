@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ragged_all_to_all` on CPUs, where `jax.lax.ragged_all_to_all` cannot run.
 
-It needs no group. `install` makes `jax.lax.ragged_all_to_all` itself run on
-CPUs, for code that one cannot change.
+It needs no `EpGroup`. `install` makes `jax.lax.ragged_all_to_all` itself run on
+CPUs, for programs that call JAX's function.
 """
 
 from ep._src.base import public as _public

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters, state and metrics of a MoE layer; moves its experts."""
+"""The parameters, state and metrics of a MoE layer; `move` reorders experts."""
 
 from ep._src.base import public as _public
 from ep._src.moe.losses import Metrics as Metrics

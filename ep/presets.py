@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MoE layers of published models, as configurations.
+"""Configurations of the MoE layers of published models.
 
     cfg = ep.presets.MIXTRAL_8X7B
     small = ep.presets.scaled(cfg, 16)  # 1/16 of the widths, for a laptop
@@ -25,10 +25,10 @@ from ep._src.moe.config import MoEConfig
 # 2401.04088, section 2.1, and modeling_mixtral.py of transformers.
 MIXTRAL_8X7B = MoEConfig(hidden=4096, inner=14336, num_experts=8, top_k=2)
 
-# Sizes: the defaults of Qwen3MoeConfig in transformers, whose example is
-# Qwen3-30B-A3B-Base, since we could not read the model's config.json. Sizes and
-# norm_topk_prob = true are also in qwen3_30b_a3b.yaml of Ascend/MindSpeed-RL.
-# No shared experts: modeling_qwen3_moe.py has none.
+# Sizes: the defaults of Qwen3MoeConfig in transformers, which names
+# Qwen3-30B-A3B-Base as its example; we could not read the model's config.json.
+# qwen3_30b_a3b.yaml of Ascend/MindSpeed-RL has the same sizes, and
+# norm_topk_prob = true. modeling_qwen3_moe.py has no shared experts.
 QWEN3_30B_A3B = MoEConfig(hidden=2048, inner=768, num_experts=128, top_k=8)
 
 # Sizes: inference/configs/config_671B.json of
@@ -36,23 +36,23 @@ QWEN3_30B_A3B = MoEConfig(hidden=2048, inner=768, num_experts=128, top_k=8)
 # sum of their best two scores, and weights are scores without the selection
 # bias) and shared expert: inference/model.py there, and DeepSeek-AI,
 # "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.1.2. The selection
-# bias is in the `ep.moe.State`, since gradients do not train it.
+# bias is in `ep.moe.State`, because gradients do not train it.
 DEEPSEEK_V3 = MoEConfig(
   hidden=7168,
   inner=2048,
   num_experts=256,
   top_k=8,
-  shared_inner=2048,  # n_shared_experts = 1, of moe_inter_dim
+  shared_inner=2048,  # one shared expert of size moe_inter_dim
   score="sigmoid",
   scale=2.5,
   num_groups=8,
   top_groups=4,
 )
 
-# Sizes: README.md of github.com/MoonshotAI/Kimi-K2, at 11062d1. Router
-# (DeepSeek-V3's without groups): kimi-k2-1t.yml of
-# github.com/AI-Hypercomputer/maxtext, at 7c7f628. It quotes config.json of
-# moonshotai/Kimi-K2-Instruct on Hugging Face, which we could not read.
+# Sizes: README.md of github.com/MoonshotAI/Kimi-K2, at 11062d1. Router (as in
+# DeepSeek-V3, but without groups): kimi-k2-1t.yml of
+# github.com/AI-Hypercomputer/maxtext, at 7c7f628. That file quotes config.json
+# of moonshotai/Kimi-K2-Instruct on Hugging Face, which we could not read.
 KIMI_K2 = MoEConfig(
   hidden=7168,
   inner=2048,
@@ -63,9 +63,9 @@ KIMI_K2 = MoEConfig(
   scale=2.827,
 )
 
-# Sizes: GLM-4.5 Team, "GLM-4.5", arXiv 2508.06471, table 1. Router
-# (DeepSeek-V3's without groups): modeling_glm4_moe.py of transformers. Scale:
-# glm4.5-355B-A32B.sh of github.com/THUDM/slime, since we could not read the
+# Sizes: GLM-4.5 Team, "GLM-4.5", arXiv 2508.06471, table 1. Router (as in
+# DeepSeek-V3, but without groups): modeling_glm4_moe.py of transformers. Scale:
+# glm4.5-355B-A32B.sh of github.com/THUDM/slime, because we could not read the
 # model's config.json.
 GLM_4_5 = MoEConfig(
   hidden=5120,
@@ -90,9 +90,9 @@ def _clipped_to_10(x: jax.Array) -> jax.Array:
 # DeepSeek-V4-Flash, and deepseek4-284b.yml of MaxText, at 00a1eaa. Router and
 # experts: inference/model.py of deepseek-ai/DeepSeek-V4-Flash on Hugging Face,
 # revision 60d8d707, which we read in a derived repository. This revision also
-# clamps the shared expert; the revision before it and transformers do not. The
-# first three layers of the model look up a token's experts by its token id:
-# pass them as `forced_idx`.
+# clamps the shared expert; the previous revision and transformers do not. The
+# first three layers of the model choose experts by token id: pass the experts
+# of these layers as `forced_idx`.
 DEEPSEEK_V4_FLASH = MoEConfig(
   hidden=4096,
   inner=2048,
@@ -105,7 +105,7 @@ DEEPSEEK_V4_FLASH = MoEConfig(
   scale=1.5,
 )
 
-# The same layer in other sizes: deepseek4-1600b.yml of MaxText, at bac1cfa.
+# Flash with the sizes in deepseek4-1600b.yml of MaxText, at bac1cfa.
 DEEPSEEK_V4_PRO = dataclasses.replace(
   DEEPSEEK_V4_FLASH,
   hidden=7168,
@@ -119,8 +119,9 @@ DEEPSEEK_V4_PRO = dataclasses.replace(
 # for Scout the defaults of Llama4TextConfig in transformers. Router (a sigmoid
 # score multiplies the input of the expert) and shared expert (its input is the
 # token itself): models/llama4/moe.py of github.com/meta-llama/llama-models, at
-# 2b2e5b2. With top_k = 1 a normalized weight is always 1 and trains no router.
-# Every layer of Scout has experts, and every second layer of Maverick.
+# 2b2e5b2. With top_k = 1 a normalized weight would always be 1, and the router
+# would get no gradient. Scout has experts in every layer, Maverick in every
+# second layer.
 LLAMA_4_SCOUT = MoEConfig(
   hidden=5120,
   inner=8192,
@@ -171,14 +172,14 @@ __all__ = list(_PRESETS) + ["BY_NAME", "scaled"]
 
 
 def scaled(cfg: MoEConfig, divisor: int) -> MoEConfig:
-  """Divides the widths of a layer, and keeps its router.
+  """Divides the widths of a layer by a number, and keeps its router.
 
   Args:
     cfg: any configuration.
     divisor: divides `hidden`, `inner` and `shared_inner`.
 
   Raises:
-    ValueError: the divisor does not divide one of them.
+    ValueError: the divisor does not divide one of these widths.
   """
   widths = {
     name: getattr(cfg, name) for name in ("hidden", "inner", "shared_inner")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lax.ragged_all_to_all`, also for CPUs.
+"""A `lax.ragged_all_to_all` that also runs on CPUs.
 
-XLA:CPU has no such collective. There each rank gathers the operands of all
-ranks, and takes its rows.
+XLA:CPU has no such collective. So on CPUs each rank gathers the operands of all
+ranks, and selects its rows.
 
-The op is linear in `operand` and `output`. Its transpose in `operand` is the op
-with `back=True`: it sends each slice back, and adds the slices that arrive at
-one row. Its transpose in `output` keeps the rows that no slice writes.
+The op is linear in `operand` and `output`. The transpose in `operand` is the op
+with `back=True`: it sends each slice back, and adds slices that overlap. The
+transpose in `output` keeps the rows that no slice writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ragged_all_to_all(
 ) -> jax.Array:
   """Sends slices of rows to other ranks, as `jax.lax.ragged_all_to_all` does.
 
-  Each of the P ranks has K slices, S = K / P for each rank, in their order:
+  Each of the P ranks sends K slices. Slice i goes to rank i // S, S = K / P:
 
       for i in range(K):   # on the rank that sends
         rows = operand[input_offsets[i]:][:send_sizes[i]]
@@ -64,20 +64,20 @@ def ragged_all_to_all(
         recv_sizes = [1, 1]           recv_sizes = [2, 1]
         result = [1, 3, 0, 0]         result = [2, 2, 4, 0]
 
-  On other platforms than the CPU it lowers to JAX's op. On CPUs each rank needs
-  memory for the operands of all ranks. It needs the axes of an enclosing
-  `jax.shard_map`, but no group of `ep`.
+  On platforms other than the CPU, the function lowers to JAX's op. On CPUs each
+  rank needs memory for the operands of all ranks. Call the function inside
+  `jax.shard_map`; it needs no `EpGroup`.
 
-  It has derivatives in both modes, of any order, by `operand` and `output`. A
-  row of `operand` may be in several slices: on CPUs, its gradient is the sum
-  over these slices. (On other platforms JAX's op overwrites instead.) Where
-  slices overlap in `output`, CPUs keep the last one, in the order above, and
-  derivatives are unspecified.
+  Differentiable in `operand` and `output`, in both modes and to any order. If a
+  row of `operand` is in several slices, CPUs add the gradients of these slices.
+  (On other platforms JAX's op overwrites instead.) Where slices overlap in
+  `output`, CPUs keep the last slice in the order above, and derivatives are
+  unspecified.
 
   Args:
     operand: [N, ...], the rows to send, of any dtype except PRNG keys.
-    output: [M, ...], with the dtype and row shape of `operand`: the rows of the
-      result where none is received.
+    output: [M, ...], with the dtype and row shape of `operand`. The result has
+      its rows where no slice arrives.
     input_offsets: integers [K], the row of `operand` where each slice starts.
     send_sizes: integers [K], the number of rows in each slice.
     output_offsets: integers [K], the row of the *receiver's* `output` where
@@ -87,7 +87,7 @@ def ragged_all_to_all(
     axis_name: the axis, or axes, of the ranks.
     axis_index_groups: lists of axis indices, all of one length, which together
       have every index once. The ranks of a list exchange rows with each other,
-      numbered by their position in it.
+      numbered by their position in the list.
 
   Returns:
     [M, ...]: `output` with the rows that were received.
@@ -95,7 +95,7 @@ def ragged_all_to_all(
   Raises:
     ValueError: shapes or groups do not fit; the axis cannot be divided.
     TypeError: dtypes do not fit.
-    NotImplementedError: it is the axis of a `vmap`.
+    NotImplementedError: `axis_name` is the axis of a `vmap`.
     jax.errors.JaxRuntimeError: on CPUs, when the program runs, on all ranks of
       the axis (or group): a slice with rows leaves `operand` or `output`, or
       sender and receiver disagree about its size. Programs from `jax.export`,
@@ -142,7 +142,7 @@ def ragged_all_to_all(
 
 
 def install() -> contextlib.ExitStack:
-  """Lets `jax.lax.ragged_all_to_all` run on CPUs, in code that calls it.
+  """Makes `jax.lax.ragged_all_to_all` itself run on CPUs.
 
       ep.lax.install()            # for the rest of the process, or
 
@@ -150,15 +150,14 @@ def install() -> contextlib.ExitStack:
         train_step(state, batch)
 
   On CPUs, JAX's op then runs as `ep.lax.ragged_all_to_all` does. JAX's rules
-  for derivatives and other platforms do not change. The call changes only this
-  process: call it in every process, at the same place of the program. If it is
-  installed already, neither the call nor the end of its context changes
-  anything.
+  for derivatives and other platforms do not change. `install` affects only the
+  process that calls it: call it in every process, at the same point of the
+  program. A nested call, and the end of its context, change nothing.
 
   Returns:
     A context; its end, or its `close()`, restores the previous state. Programs
-    compiled ahead of time continue to work. JAX traces a jitted function again
-    when it is called before, in and after the context.
+    compiled ahead of time continue to work. JAX traces a jitted function
+    separately inside and outside of the context.
   """
   stack = contextlib.ExitStack()
   stack.callback(
@@ -274,7 +273,7 @@ def _on_others(
   back: bool,
   **axis: Any,
 ) -> list[jax.Array]:
-  """Computes the op by JAX's op, which overwrites rows and does not add."""
+  """Lowers the op to JAX's op, which overwrites rows and does not add."""
 
   def move(
     operand: jax.Array,
@@ -308,13 +307,13 @@ def _on_cpu(
   back: bool,
   can_raise: bool,
 ) -> list[jax.Array]:
-  """Gathers slices and operands of all ranks, and takes this rank's rows."""
+  """Gathers slices and operands of all ranks, and selects this rank's rows."""
   gather = functools.partial(
     lax.all_gather, axis_name=axis_name, axis_index_groups=axis_index_groups
   )
-  examples = slices[0].ndim - 1  # leading axes of examples
+  examples = slices[0].ndim - 1  # the number of leading axes of a vmap
 
-  # [..., source, target, slice between them] each.
+  # sources, sizes, targets, expected: [..., source rank, target rank, slice].
   every = gather(jnp.stack(list(map(arrays.int32, slices)), -1))
   ranks, *_, count, _ = every.shape
   every = jnp.moveaxis(every, 0, examples)
@@ -365,11 +364,11 @@ def _take(
   dtype: jnp.dtype,
   adds: bool,
 ) -> jax.Array:
-  """Writes rows of all ranks, [P, N, ...], into `output`. All are bits.
+  """Writes slices of all ranks' `rows` [P, N, ...] to `output`; both are bits.
 
-  Slice k, of K, is size[k] rows of rank k // (K / P), from row there[k] on. Its
-  first row is written to row here[k]. Where slices overlap, the last one
-  counts; with `adds`, the sum from the last to the first.
+  Slice k of K has size[k] rows. It starts at row there[k] of rank k // (K / P),
+  and is written to `output` from row here[k] on. Where slices overlap, the last
+  slice wins; with `adds`, they are added from the last to the first.
   """
   at = arrays.iota(len(output))
 
@@ -384,7 +383,7 @@ def _take(
     return lax.fori_loop(0, size.size, step, jnp.full_like(at, -1))
 
   def of(k: jax.Array) -> jax.Array:
-    # A row that no slice writes reads some row, which is not used.
+    # Where k is -1, this reads an arbitrary row, which `put` ignores.
     row = jnp.where(k >= 0, there[k] + at - here[k], 0)
     return rows.at[k.clip(0) // (size.size // len(rows)), row].get(mode="clip")
 
@@ -426,8 +425,8 @@ def _fail(
   )
 
 
-# Floats are copied as integers: XLA:CPU changes bits of NaNs and denormals
-# where it chooses between a bfloat16 and a constant.
+# Floats are copied as integers, because XLA:CPU changes the bits of bfloat16
+# NaNs and denormals in a select with a constant.
 def _to_bits(x: jax.Array) -> jax.Array:
   if not jnp.issubdtype(x.dtype, jnp.floating):
     return x
@@ -448,7 +447,7 @@ def _lower_on_cpu(
   return compat.lower_local(jax.named_scope(_NAME)(fn))(ctx, *operands)
 
 
-# The operands may have leading axes of examples, which a `vmap` adds.
+# A `vmap` adds leading axes to the operands.
 _op_p = primitive.new(
   _NAME, _types, compat.lower_local(_on_others), on_cpu=_lower_on_cpu
 )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of a `vmap`, and batches that do not divide over the ranks.
+"""Batches under `jax.vmap`, and padding of batches to a multiple of R ranks.
 
-`jax.vmap` of an op makes one exchange for each example, in order. A MoE layer
-makes one exchange of all examples, as if they were one array of tokens.
+`jax.vmap` of an op makes one exchange for each example, in order. `jax.vmap` of
+a MoE layer makes one exchange of all examples, as of one array of tokens.
 
 In the global view the first axis of tokens is split over R ranks, in equal
 parts. A batch of 1 or 6 cannot be split over 4 ranks, so the layer adds tokens
@@ -58,7 +58,7 @@ def examples(
   )
 
 
-# This primitive needs only a batching rule: it is bound to the examples of a
+# This primitive needs only a batching rule: `examples` binds it only under
 # `vmap`, which applies the rule immediately.
 _examples_p = compat.Primitive("ep_examples")
 _examples_p.multiple_results = True
@@ -85,7 +85,7 @@ compat.batching.primitive_batchers[_examples_p] = _call_once
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-  """The tokens that are added to [*lead, ...] so that R divides their number.
+  """The tokens to add to [*lead, ...] to reach a multiple of the R ranks.
 
   Arrays do not change if the first axis is a multiple of R, or in the local
   view, where a rank has any number of tokens. Differentiable.
@@ -101,14 +101,14 @@ class Padding:
 
   @classmethod
   def of(cls, view: views.View, lead: Sequence[int]) -> Padding:
-    """Returns the least padding in a view."""
+    """Returns the smallest padding for tokens [*lead, ...] in a view."""
     lead, ranks = tuple(lead), view.group.num_token_ranks
     if view.is_local or (lead and lead[0] % ranks == 0):
       return cls(lead)
     return cls(lead, -math.prod(lead) % ranks)
 
   def add(self, array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
-    """Returns [*lead, ...] as [tokens, ...]; added tokens have `value`.
+    """Flattens [*lead, ...] to [tokens, ...], and appends tokens of `value`.
 
     The result is replicated; `View.call` splits it over the ranks.
     """
@@ -120,7 +120,7 @@ class Padding:
     return jnp.pad(array, widths, constant_values=value)
 
   def remove(self, array: jax.Array) -> jax.Array:
-    """Returns [tokens, ...] as [*lead, ...], without the added tokens.
+    """Cuts the added tokens off [tokens, ...], and returns [*lead, ...].
 
     The result is replicated, because it cannot be split over the ranks.
     """

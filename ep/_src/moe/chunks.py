@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends the tokens of a rank through the experts in one exchange, or in chunks.
 
-With chunks, buffers have the rows of one chunk, in the forward and the backward
-pass. The forward pass keeps only the routing of each chunk. The backward pass
+With chunks, buffers hold the rows of one chunk, in the forward and the backward
+pass. The forward pass saves only the routing of each chunk. The backward pass
 computes the rest again.
 
 `token_chunks=n` runs n chunks in every step. `overflow="chunk"` runs chunks
-only in a step that does not fit. Any routing of T' tokens of each rank fits
-into a capacity of C rows if
+only in a step whose rows exceed the capacity. Any routing of T' tokens of each
+rank fits into a capacity of C rows if
 
     P * T' * min(K, L) + L * (alignment - 1) <= C
 
 which gives the number of tokens of a chunk. If the bound holds for all tokens
-of a rank, the program has only one exchange. All ranks of a domain take the
-same branch, because `ep_prepare` returns the rows of the busiest rank. Ranks of
-other domains may take the other branch, so neither branch may have a collective
+of a rank, the program has only one exchange. Otherwise all ranks of a domain
+take the same branch, because `ep_prepare` returns the rows of the busiest rank.
+Another domain may take the other branch, so no branch may have a collective
 over other axes.
 """
 
@@ -99,17 +99,17 @@ def _in_chunks(
   lead = topk_idx.shape[:-1]
 
   def split(x: jax.Array, fill: int = 0) -> jax.Array:
-    """Returns [num_chunks, tokens of a chunk, n] of [*lead, n], padded."""
+    """Pads and splits [*lead, n] to [num_chunks, tokens of a chunk, n]."""
     x = x.reshape(-1, x.shape[-1])
     missing = -len(x) % num_chunks
     x = jnp.pad(x, ((0, missing), (0, 0)), constant_values=fill)
     return x.reshape(num_chunks, -1, x.shape[-1])
 
   ids = split(topk_idx, fill=-1)
-  # No loop may have collectives of XLA beside ops: XLA:CPU would not order them
-  # (ep.assert_ordered_collectives). With overflow="drop", `ep_prepare` has such
-  # collectives, so that loop is unrolled. `vary_together` is a sum over mesh
-  # axes in the backward pass, so it is called outside of the loop.
+  # A loop must not mix XLA collectives with ops of ep: XLA:CPU would not order
+  # them (ep.assert_ordered_collectives). With overflow="drop", `ep_prepare` has
+  # XLA collectives, so its loop is unrolled. The transpose of `vary_together`
+  # is a psum, so `vary_together` is called outside of the loop.
   _, handles = lax.scan(
     lambda _, routing: (None, ep_prepare(layer, *routing)),
     None,
@@ -118,7 +118,7 @@ def _in_chunks(
   )
   args = compat.vary_together(params, tokens, topk_weights, handles)
 
-  # Without this, JAX would keep the chunks of the tokens and the tokens.
+  # Without this checkpoint, JAX would save the tokens twice: whole and split.
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def run(
     params: Mapping[str, jax.Array],
@@ -143,7 +143,7 @@ def _in_chunks(
 
 @jax.custom_jvp
 def _summed_as(x: jax.Array, wide: jax.Array) -> jax.Array:
-  """Returns x, with a gradient that goes to `wide`, x in a wider dtype."""
+  """Returns x, but gives its gradient to `wide`, a copy in a wider dtype."""
   del wide
   return x
 
@@ -169,14 +169,14 @@ _FORWARD = (
 
 
 def _num_chunks(layer: EpLayerConfig, experts: Experts, num_tokens: int) -> int:
-  """Returns the largest number of chunks of a step; 1 is one exchange.
+  """Returns the number of chunks of a step that overflows; 1 if no step can.
 
   Raises:
     ValueError: a step may need several chunks, but not even one token fits, or
       the layer's experts do not support chunks.
   """
   capacity, local = layer.capacity_for(num_tokens), layer.num_local_experts
-  # Not negative: a capacity has a slab of `alignment` rows for each expert.
+  # Not negative: a capacity has at least `alignment` rows for each expert.
   rows = capacity - local * (layer.alignment - 1)
   chunk_tokens = rows // (layer.ep_size * min(layer.top_k, local))
   if num_tokens <= chunk_tokens:
@@ -226,12 +226,12 @@ def _one_exchange_or_chunks(
   def chunks(floats: Any, topk_idx: jax.Array, handle: EpHandle) -> jax.Array:
     del handle
     params, tokens, weights = floats
-    with trace_callback(None):  # it got the routing of all tokens already
+    with trace_callback(None):  # the callback already has the routing
       args = params, tokens, topk_idx, weights
       return _in_chunks(layer, experts, num_chunks, *args)[0]
 
-  # `vary_together` is a collective over mesh axes in the backward pass, so it
-  # is called outside of the branches.
+  # The transpose of `vary_together` is a collective over mesh axes, so
+  # `vary_together` is called outside of the branches.
   floats, *routing = compat.vary_together(
     (params, tokens, topk_weights), topk_idx, handle
   )
@@ -242,11 +242,10 @@ def _one_exchange_or_chunks(
 def _either(
   whole: Callable[..., jax.Array], chunks: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
-  """Returns a function that is `whole` if all rows fit, and else `chunks`.
+  """Returns a function that calls `whole` if all rows fit, and else `chunks`.
 
-  Its derivative is written by hand, because the derivative of `lax.cond` would
-  keep a copy of the arguments, such as the expert weights, for the backward
-  pass.
+  It is a `custom_vjp`, because the derivative of `lax.cond` would save a copy
+  of the arguments, such as the expert weights, for the backward pass.
   """
   branches = _Derivative(whole), _Derivative(chunks)
 
@@ -287,7 +286,7 @@ def _either(
 
 
 class _Derivative:
-  """Saves the residuals of a function's derivative, except its arguments."""
+  """The VJP of a function, with residuals that exclude its arguments."""
 
   def __init__(self, fn: Callable[..., jax.Array]):
     self._fn = fn
@@ -303,7 +302,7 @@ class _Derivative:
     return out, [x for x, place in pairs if place is None]
 
   def gradients(self, kept: list[jax.Array], args: Any, ct: jax.Array) -> Any:
-    """Returns the gradients of the floats, given the residuals of `save`."""
+    """Returns gradients of the first argument, given `kept` from `save`."""
     given, others = jax.tree.leaves(args), iter(kept)
     leaves = [next(others) if i is None else given[i] for i in self._places]
     (grads,) = jax.tree.unflatten(self._tree, leaves)(ct)

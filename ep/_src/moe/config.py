@@ -32,7 +32,7 @@ class MoEConfig(NotCopied):
 
   Args:
     hidden: H, the size of a token.
-    inner: F, the size between the matrices of an expert.
+    inner: F, the size of an expert's hidden activations.
     num_experts: E.
     top_k: K, experts of a token.
     gated: whether an expert multiplies `activation(x @ w_gate)` into its
@@ -40,49 +40,48 @@ class MoEConfig(NotCopied):
     activation: an elementwise function, hashable and without mutable state,
       because it is a key of compiled programs.
     up_activation: with gates, an elementwise function of `x @ w_up`.
-    biases: whether the matrices of experts have biases.
-    router_bias: whether the router's logits have a bias. It is a parameter with
-      a gradient, unlike the bias of `ep.moe.State`.
-    shared_inner: S, the inner size of the shared expert, which every token also
-      visits; 0 for none.
-    weigh: the factor of the routing weights: "late", the outputs of experts in
-      the sum; "early", the inputs of the last matrix, which differs by rounding
-      alone; "input", the tokens that experts receive, with an unweighted sum of
-      outputs, as in Llama 4.
+    biases: whether experts have biases.
+    router_bias: whether the router's logits have a bias, a parameter with a
+      gradient, unlike the bias of `ep.moe.State`.
+    shared_inner: S, the inner size of the shared expert, which every token
+      visits; 0 for no shared expert.
+    weigh: the rows that routing weights multiply: "late", the outputs of
+      experts; "early", the inputs of `w_down`, where only rounding differs;
+      "input", the inputs of experts, as in Llama 4, whose outputs are then
+      summed without weights.
     score, normalize, scale, jitter: as in `ep.route_topk`.
     num_groups, top_groups, group_best: as in `ep.route_topk`.
     balance: the loss in `Metrics.aux_loss`: of a whole "batch"
       (`ep.load_balancing_loss`), or of each "sequence", the last axis but one
       of the tokens (`ep.sequence_balancing_loss`).
     capacity_factor: rows that a rank can receive, relative to an even spread of
-      the largest batch. None reserves the rows of any routing.
+      the largest batch. None reserves enough rows for any routing.
     overflow: policy for a step that needs more rows: "error", "drop" or
       "chunk", as in `ep.EpLayerConfig`; None inherits from the group.
     drop_by: order for "drop": "slot", "weight" or "fair", as in
-      `ep.EpLayerConfig`; None inherits from the group, and there None is
-      "fair".
+      `ep.EpLayerConfig`; None inherits from the group, whose None is "fair".
     token_chunks: n, the number of chunks into which a rank splits its tokens.
-      They go through the experts one after another, forward and backward, in
-      buffers for the rows of one chunk. Outputs have the same bits for every n,
-      unless choices are dropped: the capacity is for one chunk. The gradients
-      of matrices are rounded for each chunk, and added in float32. It takes
+      Chunks pass through the experts one after another, forward and backward,
+      in buffers for the rows of one chunk. Outputs have the same bits for every
+      n, unless choices are dropped: the capacity is for one chunk. Weight
+      gradients are rounded for each chunk, and added in float32. Chunks cost
       time: the backward pass computes the experts again. Not with overflow =
       "chunk" or `deterministic`.
-    wire: the fp8 transport of tokens to experts, and of the gradients of their
-      sums in the backward pass: "mxfp8" or "fp8_block128", as in
-      `ep.EpLayerConfig`. `hidden` is then a multiple of 32, or 128.
+    wire: the fp8 format in which dispatch sends tokens, and the backward pass
+      sends gradients to experts: "mxfp8" or "fp8_block128", as in
+      `ep.EpLayerConfig`. `hidden` is then a multiple of 32 or 128.
     overlap: whether the shared experts run while rows are exchanged, if the
       backend can do both in parallel; otherwise they run after combine.
     replica_slots: S, the number of copies of other ranks' experts on a rank.
-      Each step copies experts of the fullest ranks and divides their tokens
-      among the copies, so that no rank has more rows than `capacity_factor`
-      allows, or than the mean if it is None. S = E / P is enough for any
-      routing; without a factor, buffers then have only the rows of the mean.
-      With fewer copies, `overflow` decides about the excess rows.
+      Each step copies experts of the fullest ranks and divides the tokens of
+      these experts among the copies, so that no rank has more rows than
+      `capacity_factor` allows, or without a factor than the mean. S = E / P is
+      enough for any routing; without a factor, buffers then have only the mean
+      number of rows. With fewer copies, `overflow` applies to the excess rows.
     tp_axis: a mesh axis over which inner sizes are split. It is no token axis
       of the group: its ranks hold the same tokens.
-    fsdp_axis: a mesh axis over which matrices are also split. They are gathered
-      when they are used.
+    fsdp_axis: a mesh axis over which matrices are also split, and gathered
+      before use.
     deterministic: whether gradients of parameters are added in an order that
       depends on the number of ranks alone. Losses of a training run then have
       the same bits for every split of the ranks into mesh axes whose sizes are
@@ -92,7 +91,7 @@ class MoEConfig(NotCopied):
 
   Raises:
     ValueError: a value is out of range.
-    TypeError: a size is no integer, a flag no bool, or a function none.
+    TypeError: a size is no integer, a flag no bool, an activation no function.
   """
 
   hidden: int
@@ -266,7 +265,7 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
   options: dict[str, Any] = dict(
     top_k=config.top_k,
     capacity_factor=config.capacity_factor,
-    # All blocks of rows then have the same size (row_map.py).
+    # Determinism needs blocks of rows of one size (row_map.py).
     capacity_multiple=row_map.HEIGHT if config.deterministic else 1,
     overflow=config.overflow,
     drop_by=config.drop_by,
@@ -282,7 +281,7 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     f"token_chunks = {config.token_chunks} splits the tokens of every step, and"
     ' overflow = "chunk" the tokens of a step that does not fit; choose one.',
   )
-  if most is None:  # then the capacity follows the tokens of each chunk
+  if most is None:  # the capacity follows the tokens of each chunk
     return layer
   rows = layer.config.rows_for(-(-most // config.token_chunks))
   return EpLayerConfig(group, recv_capacity_per_rank=rows, **options)
@@ -293,14 +292,14 @@ def exchange_of(
 ) -> EpLayerConfig:
   """Returns the configuration of one exchange of a layer.
 
-  Any routing fits into `capacity` rows; None is the capacity of the layer.
+  `capacity` rows must hold any routing; None is the capacity of the layer.
   """
   changes: dict[str, Any] = dict(tail="unspecified")
   if capacity is not None:
     changes |= dict(
       recv_capacity_per_rank=capacity, overflow="error", drop_by=None
     )
-  elif layer.overflow == "chunk":  # chunks replace an exchange with drops
+  elif layer.overflow == "chunk":  # chunks run if this exchange drops
     changes |= dict(overflow="drop", drop_by="slot")
   return layer.replace(**changes)
 
@@ -308,9 +307,9 @@ def exchange_of(
 def capacity_for_mean(
   config: MoEConfig, layer: EpLayerConfig, num_tokens: int
 ) -> int | None:
-  """Returns a capacity for the mean rows of the ranks; None if it may overflow.
+  """Returns a capacity for the mean number of rows, or None if it may overflow.
 
-  It suffices for any routing if a rank has as many slots for copies as experts.
+  It suffices for any routing if a rank has at least L slots for copies.
   """
   L = config.num_experts // layer.ep_size
   if config.replica_slots < L or not _holds_any_routing(config, layer.group):
@@ -321,12 +320,10 @@ def capacity_for_mean(
 
 
 def _holds_any_routing(config: MoEConfig, group: EpGroup) -> bool:
-  """Returns whether the capacity is enough for any routing."""
   return config.capacity_factor is None and group.recv_capacity_per_rank is None
 
 
 def _check_axes(op: str, group: EpGroup, config: MoEConfig) -> None:
-  """Raises unless `tp_axis` and `fsdp_axis` can split parameters."""
   for name, axis in [
     ("tp_axis", config.tp_axis),
     ("fsdp_axis", config.fsdp_axis),

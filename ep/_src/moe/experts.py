@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a layer, and one exchange: dispatch, experts, combine."""
+"""The expert networks, and one exchange: dispatch, experts, combine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Weigh = Literal["late", "early", "input"]
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-  """Describes the network of an expert, for a row x.
+  """The network of an expert, a function of a row x.
 
-  The hidden activations h are, with gates and without,
+  The hidden activations h are, with gates and without gates,
 
       activation(x @ w_gate + b_gate) * up_activation(x @ w_up + b_up)
       activation(x @ w_up + b_up)
@@ -38,11 +38,10 @@ class Experts:
   Attributes:
     activation: elementwise.
     up_activation: elementwise; None is the identity.
-    weigh: the factor of the routing weights: the outputs in the sum ("late"), h
-      ("early"), which differs by rounding alone, or x ("input"), which is
-      another function.
-    deterministic: whether gradients of parameters are sums over source ranks,
-      in the order of ordered_sum.py.
+    weigh: which rows routing weights multiply: outputs ("late"); h ("early"),
+      where only rounding differs; or x ("input"), which is another function.
+    deterministic: whether gradients of parameters are summed by source rank,
+      in the order that ordered_sum.py defines.
   """
 
   activation: Activation = jax.nn.silu
@@ -51,9 +50,9 @@ class Experts:
   deterministic: bool = False
 
   def is_traced(self) -> bool:
-    """Returns whether its functions close over values that are traced now.
+    """Returns whether an activation closes over traced values.
 
-    Programs with such functions must not be kept: they would keep the tracers.
+    Programs with such activations must not be cached, or tracers would leak.
     """
     block = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     return any(
@@ -64,7 +63,7 @@ class Experts:
     )
 
   def hidden(self, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-    """Returns h, given the products with x, biases included."""
+    """Returns h, the hidden activations, given the two products plus biases."""
     if gate is None:
       return self.activation(up)
     if self.up_activation is not None:
@@ -74,13 +73,13 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class SharedExpert:
-  """The expert of all tokens, in two halves: before and after h.
+  """The expert that all tokens visit, in halves: `hidden`, then `output`.
 
   Attributes:
     experts: the network of an expert.
     params: shared_up, shared_down, and shared_gate if there are gates.
     mask: bool [...]; the output is 0 where it is False.
-    overlap: whether it may run while rows are exchanged.
+    overlap: whether the shared expert may run while rows are exchanged.
   """
 
   experts: Experts
@@ -93,14 +92,14 @@ class SharedExpert:
 
   @jax.named_scope("shared_experts")
   def hidden(self, x: jax.Array) -> jax.Array:
-    """Returns h [..., S] of tokens [..., H]."""
+    """Returns the hidden activations [..., S] of tokens [..., H]."""
     names = ["up", "gate"] if "shared_gate" in self.params else ["up"]
     products = (self._product(x, name) for name in names)
     return self.experts.hidden(*products)
 
   @jax.named_scope("shared_experts")
   def output(self, hidden: jax.Array) -> jax.Array:
-    """Returns the output [..., H] of h."""
+    """Returns the outputs [..., H] for hidden activations [..., S]."""
     out = self._product(hidden, "down")
     return out if self.mask is None else jnp.where(self.mask[..., None], out, 0)
 
@@ -119,10 +118,10 @@ def round_trip(
 ) -> jax.Array:
   """Sends tokens to their experts and sums the outputs.
 
-  `handle` is their routing, prepared by a layer of `tail="unspecified"`. The
-  output of `shared` is added. With `shared.overlap`, XLA may run its first half
-  during dispatch and its second half during combine. In the backward pass, XLA
-  may run the gradients of each half during the gradient of the same exchange.
+  `handle` is the routing of the tokens, by a layer with `tail="unspecified"`.
+  The output of the shared expert is added. With `shared.overlap`, XLA may run
+  `shared.hidden` during dispatch and `shared.output` during combine, and their
+  gradients during the gradient of the same exchange.
   """
   segments = None
   if experts.deterministic:
@@ -138,9 +137,9 @@ def round_trip(
     rows = _apply(experts, params, rows, early, handle, segments)
   weights = row_weights if experts.weigh == "late" else None
   if weights is not None and not handle.params.connection.weighs:
-    # Combine would compute the same product. But then its gradient would
-    # include the gradient of the product, and XLA would not overlap the shared
-    # experts with the exchange.
+    # Multiply here, not in combine: otherwise the gradient of combine includes
+    # the gradient of the product, and XLA does not overlap the exchange and the
+    # shared expert.
     rows = map_used_rows(weighted, handle.group_sizes, rows, weights)
     weights = None
   if beside is not None:
@@ -158,13 +157,13 @@ def _together(*xs: jax.Array) -> tuple[jax.Array, ...]:
   """Returns the arrays; XLA uses none of them before it has computed all.
 
   The same holds for their cotangents. So if one array is the result of an
-  exchange, XLA computes the others during the exchange.
+  exchange, XLA computes the other arrays during the exchange.
   """
   return tuple(lax.optimization_barrier(compat.vary_together(*xs)))
 
 
 def _rows_by_source(handle: EpHandle, topk_idx: jax.Array) -> jax.Array:
-  """Returns int32 [L, P]: the rows of each slab by source rank."""
+  """Returns int32 [L, P], the rows of each local expert from each rank."""
   layer = handle.layer
   experts, axis = layer.group.num_experts, layer.group.axis_name
   ids = jnp.where(handle.kept, topk_idx, experts).ravel()
@@ -175,7 +174,7 @@ def _rows_by_source(handle: EpHandle, topk_idx: jax.Array) -> jax.Array:
 
 
 def _holds_token(handle: EpHandle) -> jax.Array:
-  """Returns int32 [C], 0 for padding rows and 1 for the others."""
+  """Returns int32 [C], 1 for rows that hold a token and 0 for all others."""
   sizes, counts = handle.group_sizes, handle.token_counts
   start = jnp.cumsum(sizes) - sizes
   steps = jnp.zeros(handle.capacity, jnp.int32)
@@ -194,7 +193,7 @@ def _apply(
 ) -> jax.Array:
   """Returns the experts' outputs, times `weights` unless these are None.
 
-  It neither reads nor writes rows after the last used block (row_map.py).
+  Rows after the last used block (row_map.py) are neither read nor written.
   """
   sizes = handle.group_sizes
   names = ["up", "gate"] if "w_gate" in params else ["up"]
@@ -205,13 +204,13 @@ def _apply(
     return grouped_matmuls(rows, matrices, sizes, segments=segments)
 
   def of_biases(weights: jax.Array | None, *names: str) -> list[jax.Array]:
-    """Returns, for each bias, its products with the rows' weights: [C, F]."""
+    """Returns, for each name, [C, F]: the bias of each row times its weight."""
     if weights is None:
       weights = jnp.ones(handle.capacity)
     weights = weights[:, None].astype(rows.dtype)
     return multiply(weights, *(params["b_" + n][:, None] for n in names))
 
-  # Hidden rows are as large as the products, and cheap to recompute.
+  # Hidden rows are as large as `products`, and cheap, so recompute them.
   @jax.checkpoint
   def leave(products: Sequence[jax.Array]) -> list[jax.Array]:
     blocks = [*products]
@@ -233,12 +232,11 @@ def _apply(
 
 @dataclasses.dataclass(frozen=True)
 class _Hidden:
-  """Maps blocks of products to hidden rows.
+  """Maps blocks of the products x @ w to hidden rows.
 
   The operands are the products, then optionally their biases, a mask of the
-  rows with tokens, and weights. The products of padding rows are replaced by
-  constant zeros. Otherwise an activation with an infinite derivative there
-  would give NaN gradients.
+  rows with tokens, and weights. Constant zeros replace the products of padding
+  rows, because there an infinite derivative would give NaN gradients.
   """
 
   experts: Experts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies a whole MoE layer to the tokens of a rank."""
+"""The computation of a whole MoE layer on the tokens of one rank."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def of_rank(
   key: jax.Array | None,
   placement: Placement | None,
 ) -> tuple[jax.Array, losses.Metrics]:
-  """Computes `ep.MoE` for the tokens and the parameters of a rank."""
-  # XLA would fuse the layer with the ops around it, which differ between the
-  # views. Fused ops may round differently.
+  """Applies `ep.MoE` to the tokens of a rank; `params` are the rank's part."""
+  # Without barriers, XLA would fuse the layer with the ops around it, which
+  # differ between the views. Fused ops may round differently.
   if config.deterministic:
     x, params = jax.tree.map(lax.optimization_barrier, (x, params))
   params = _local_params(layer, config, params)
@@ -69,16 +69,16 @@ def of_rank(
       jitter=config.jitter,
       key=key,
     )
-    # Forced choices may be a constant, which all ranks share.
+    # `forced_idx` may be a constant, which does not vary over ranks.
     (topk_idx,) = compat.vary_together(topk_idx, axes=layer.group.token_axes)
     as_written = placement is None and not config.replica_slots
     as_written &= config.token_chunks == 1
     if forced_idx is not None and not as_written:
       topk_idx = _checked_choices(layer, config.num_experts, topk_idx)
-  # Ranks of `tp_axis` multiply tokens by different parts of the inner size. So
-  # tokens vary over that axis from here on, and routing weights from dispatch
-  # on. Gradients are summed over the axis at these points, where they have the
-  # size of the tokens.
+  # Ranks of `tp_axis` multiply the same tokens by different parts of matrices.
+  # So tokens vary over that axis from here on, and routing weights from
+  # dispatch on. JAX sums their gradients over the axis at these points, where
+  # gradients have the size of the tokens.
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
@@ -150,13 +150,13 @@ def _local_params(
 def _checked_choices(
   layer: EpLayerConfig, num_experts: int, ids: jax.Array
 ) -> jax.Array:
-  """Returns choices int32 [..., K], or fails on all ranks as `ep_prepare` does.
+  """Returns expert ids int32 [..., K], or fails on all ranks like `ep_prepare`.
 
-  `ep_prepare` checks slots, and only the tokens of a chunk. So its errors would
-  name a slot or a token of the chunk, and it would accept a token that repeats
-  an expert with two copies.
+  `ep_prepare` itself gets only the slots and the tokens of a chunk. So its
+  errors would name a slot, or a position in the chunk, and it would accept a
+  token that repeats an expert with two copies.
 
-  Collective over the EP domain, over whose axis `ids` varies. A program that
+  Collective over the EP domain; `ids` must vary over its axis. A program that
   cannot call Python returns ids that `ep_prepare` refuses.
   """
   if not ids.size:
@@ -195,7 +195,7 @@ def _check(
 
 
 def _first_fault(ids: jax.Array, num_experts: int) -> jax.Array:
-  """Returns int32 [fault, id]; see `errors.wrong_choice`."""
+  """Returns int32 [2], a fault and an id, as `errors.wrong_choice` takes."""
   K = ids.shape[1]
   is_wrong = (ids < -1) | (ids >= num_experts)
   is_earlier = arrays.iota(K) < arrays.iota(K)[:, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoE: a whole MoE layer, from tokens to tokens and metrics."""
+"""MoE: a whole MoE layer, with router, experts and metrics."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class MoE:
     config: the configuration.
     ep_layer: the `EpLayerConfig` of the ops. `config.capacity_factor` gives its
       capacity. Without a factor, but with enough `config.replica_slots`, the
-      capacity of a call is the mean of the ranks. If the group has no
+      capacity of a call is the mean number of rows. If the group has no
       `max_tokens_per_rank`, the capacity follows the tokens of each call.
 
   Raises:
     ValueError: the config does not fit the group: another number of experts, a
       smaller hidden size, axes that cannot split parameters, or `deterministic`
       with "nccl".
-    TypeError: an argument has another type, or options are given for a group.
+    TypeError: an argument has a wrong type, or options are given for a group.
   """
 
   config: MoEConfig
@@ -88,7 +88,7 @@ class MoE:
       if options:
         raise TypeError(
           f"MoE: {sorted(options)} are options of ep_bootstrap, but a group was"
-          " given, which has them already; pass its mesh for a group of others."
+          " given, which has these already; pass its mesh for another group."
         )
       group = where
     else:
@@ -105,9 +105,9 @@ class MoE:
   def init(
     self, key: jax.Array, dtype: DTypeLike = jnp.float32
   ) -> dict[str, jax.Array]:
-    """Returns the parameters of `ep.moe.init` in the global view, by `specs`.
+    """Returns `ep.moe.init` parameters as global arrays, sharded by `specs`.
 
-    Every process of the mesh calls it; each device creates only its part.
+    Call it in every process of the mesh; each device creates only its part.
     `jax.vmap` over keys creates stacked layers.
     """
     mesh = self.group.mesh
@@ -150,26 +150,26 @@ class MoE:
     """Applies the layer to tokens.
 
     Collective over the group's ranks: over the EP domain for the tokens, and
-    over all token ranks for the metrics. For a token x, experts e_k and weights
-    w_k,
+    over all token ranks for the metrics. For a token x with experts e_k and
+    weights w_k, the layer computes
 
         y = sum_k w_k expert[e_k](x) + shared(x)
         y = sum_k expert[e_k](w_k x) + shared(x)      with weigh = "input"
         expert(x) = h @ w_down + b_down
 
-    where h is, with gates and without,
+    where h is, with gates and without gates,
 
         activation(x @ w_gate + b_gate) * up_activation(x @ w_up + b_up)
         activation(x @ w_up + b_up)
 
     `config.biases` adds the biases; the shared expert has none. Tokens and
     matrices are multiplied in the dtype of `x`, whatever the dtype of the
-    parameters; logits, scores and metrics are float32.
+    parameters. Logits, scores and metrics are float32.
 
     Works in the local view, in `jax.shard_map` with parameters sharded by
     `specs`, and in the global view. Differentiable in `params`, `x` and through
     the losses of the metrics, in both modes. `jax.vmap` over `x` (and `mask`)
-    makes one exchange of all examples, and the metrics are of all examples.
+    makes one exchange of all examples; the metrics are of all examples.
     Inside a `shard_map` with `check_vma=False`, the gradient of a metric is the
     gradient of the sum of all ranks' copies: divide it by the number of ranks.
 
@@ -177,31 +177,31 @@ class MoE:
       params: as from `init`; for stacked layers, the parameters of one layer.
       x: [..., H], float32, bfloat16 or float16.
       state: as from `init_state`, or None for a choice of experts without bias.
-        It gets no gradient.
-      mask: bool [...] or None. Tokens where it is False visit no expert, not
-        even the shared one, and do not count in the metrics. There y is 0, and
-        values of x, even NaN, reach no value and no gradient.
-      forced_idx: int32 [..., K] or None, the experts to visit instead of those
-        with the highest scores, as in `ep.route_topk`. With a placement,
-        `replica_slots` or `token_chunks`, a collective of XLA checks them.
+        The state gets no gradient.
+      mask: bool [...] or None. Tokens with the mask False visit no expert, not
+        even the shared expert, and do not count in the metrics. For these
+        tokens y is 0, and x, even NaN, affects no value and no gradient.
+      forced_idx: int32 [..., K] or None, the experts to visit instead of the
+        experts of the highest scores, as in `ep.route_topk`. With a placement,
+        `replica_slots` or `token_chunks`, a collective of XLA checks the ids.
       key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
-        folds in its number.
-      pad: whether, in the global view, the first axis of x may not divide over
-        the ranks, as in `moe_layer`. If it does not, the layer adds masked
+        folds its number into the key.
+      pad: whether, in the global view, the first axis of x may be no multiple
+        of the number of ranks, as in `moe_layer`. Then the layer adds masked
         tokens, y is replicated, and `Metrics.aux_loss` is the loss of the
         batch, whatever `config.balance` is.
-      placement: the placement of experts in E slots; None is slot e for expert
-        e. Along their first axis, the experts' parameters have the order of the
+      placement: the placement of experts in E slots; None puts expert e into
+        slot e. The first axis of the experts' parameters has the order of the
         slots (see `ep.moe.move`). All other arguments and results use expert
-        ids. Results differ by rounding, and where they depend on the experts
-        that share a rank: `max_rank_rows`, drops, chunks.
+        ids. A placement changes rounding, and results that depend on which
+        experts share a rank: `max_rank_rows`, drops, chunks.
 
     Returns:
       y, like `x`, and `Metrics`. `moe_layer` explains `overflow="chunk"`, which
       `config.deterministic` refuses.
 
     Raises:
-      ValueError, TypeError: an argument does not fit; it is named.
+      ValueError, TypeError: an argument does not fit; the message names it.
       ep.EpError: when the program runs; see `ep_prepare`.
     """
     config, group = self.config, self.group
@@ -258,7 +258,6 @@ class MoE:
 def _bootstrap(
   config: MoEConfig, mesh: Mesh, options: dict[str, Any]
 ) -> EpGroup:
-  """Returns a new group for a layer."""
   axis = options.get("axis_name", "ep")
   if config.tp_axis is not None and "data_axes" not in options:
     others = (a for a in mesh.axis_names if a not in (axis, config.tp_axis))
@@ -292,7 +291,6 @@ def _check_tokens(
   mask: jax.Array | None,
   forced_idx: jax.Array | None,
 ) -> None:
-  """Raises unless the arrays have the expected shapes and dtypes."""
   arguments.check(
     x.ndim > 0 and x.shape[-1] == config.hidden,
     op,
@@ -326,7 +324,6 @@ def _check_params(
   params: Mapping[str, jax.Array],
   is_local: bool,
 ) -> None:
-  """Raises unless names, shapes and dtypes of the parameters fit the config."""
   shapes = parameters.shapes(config)
   names = sorted(params) if isinstance(params, Mapping) else type(params)
   arguments.check(

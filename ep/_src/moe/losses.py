@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses and entropy of the router, and the metrics of a layer.
 
-A loss is a mean over tokens, or over sequences. With the axes of the ranks, it
-is the loss of the whole batch, equal on every rank.
+A loss is a mean over tokens, or over sequences. Given the mesh axes of the
+ranks, it is the loss of the whole batch, equal on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Terms(NamedTuple):
   loss: Callable[..., jax.Array]
 
   def over(self, axes: _Axes, psum: _Psum) -> jax.Array:
-    """Returns the loss of all ranks of the axes."""
+    """Returns the loss over all ranks of the mesh axes `axes`."""
     return self.loss(*(psum(self.sums, axes) if axes else self.sums))
 
 
@@ -52,7 +52,7 @@ def load_balancing_loss(
   axis_name: _Axes = (),
   psum: _Psum = lax.psum,
 ) -> jax.Array:
-  """Returns how unevenly a batch loads the experts: 1 if evenly, up to E.
+  """Returns how unevenly a batch loads the experts: 1 is even, E is worst.
 
   `E * sum_e f_e P_e`, where `f_e` is the fraction of all choices that fell on
   expert e, and `P_e` the mean of its score over all tokens; the gradient
@@ -65,7 +65,7 @@ def load_balancing_loss(
     score: the `score` of `route_topk`. Scores other than "softmax" are divided
       by their sum over the experts.
     mask: `[...]` bool; tokens where it is False do not count and get no
-      gradient. Without other tokens the loss is 0.
+      gradient. If all tokens are masked, the loss is 0.
     axis_name: inside `jax.shard_map`, the axes that tokens are sharded over.
       The loss is then the loss of the whole batch, equal on every rank; without
       axes, it is the loss of the rank's tokens. With `check_vma=True`, the
@@ -94,9 +94,9 @@ def sequence_balancing_loss(
 ) -> jax.Array:
   """Returns the mean of the `load_balancing_loss` of each sequence.
 
-  It also balances the load of a sequence, not only of the batch (DeepSeek-V3,
-  arXiv 2412.19437, equations 17 to 20 without the factor alpha; its scores are
-  "sigmoid").
+  This loss balances the load within each sequence, not only in the batch
+  (DeepSeek-V3, with "sigmoid" scores: arXiv 2412.19437, equations 17 to 20
+  without the factor alpha).
 
   Args:
     logits: `[..., S, E]`, any float dtype, of sequences of S tokens. In
@@ -124,7 +124,7 @@ def router_z_loss(
 ) -> jax.Array:
   """Returns the mean over tokens of `logsumexp(logits)**2`.
 
-  As a loss it keeps logits small (Zoph et al., "ST-MoE", arXiv 2202.08906,
+  This loss keeps logits small (Zoph et al., "ST-MoE", arXiv 2202.08906,
   equation 5).
 
   Args:
@@ -149,8 +149,8 @@ def router_entropy(
 ) -> jax.Array:
   """Returns the mean over tokens of the entropy of their softmax scores.
 
-  It is in nats: from 0, where each token has one expert, to log(E), where its
-  scores are equal.
+  It is in nats: from 0, if one expert has all of a token's score, to log(E), if
+  its scores are equal.
 
   Args:
     logits: `[..., E]`, any float dtype; -inf excludes an expert.
@@ -221,7 +221,7 @@ def _per_token(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the terms of the balancing losses for each token.
 
-  These are the choices of each expert `[..., E]`, the normalized scores
+  The terms are the choices of each expert `[..., E]`, the normalized scores
   `[..., E]`, and ones `[...]`; or zeros for masked tokens. All are float32, so
   that one all-reduce sums them.
   """
@@ -234,7 +234,7 @@ def _per_token(
     "must have the same tokens.",
   )
   logits = router.masked_float32(op, logits, mask)
-  # A softmax of log scores divides them by their sum, and cannot underflow.
+  # A softmax of log scores divides scores by their sum, without underflow.
   logs = logits if score == "softmax" else router.LOG_SCORES[score](logits)
   choices = jax.nn.one_hot(topk_idx, logits.shape[-1], dtype=jnp.float32)
   choices = choices.sum(axis=-2)
@@ -253,11 +253,11 @@ def _imbalance(
 
 
 def _mean(values: jax.Array, mask: jax.Array | None, of_ranks: bool) -> _Terms:
-  """Returns the terms of the mean where `mask` is True, which is 0 without any.
+  """Returns the terms of the mean of finite values where `mask` is True.
 
-  The values are finite. If `of_ranks`, the terms are the means of ranks, which
-  are divided by the number of ranks after the sum: exactly, if the number is a
-  power of two. A mean of such means, of fewer ranks each, has the same bits.
+  Without such values the mean is 0. If `of_ranks`, the terms are the mean of
+  the rank and 1. The division by the number of ranks is exact if this number is
+  a power of two. Then a mean of means, of fewer ranks each, has the same bits.
   """
   counts = _counts(values, mask)
   total, count = (values * counts).sum(), counts.sum()
@@ -269,7 +269,6 @@ def _mean(values: jax.Array, mask: jax.Array | None, of_ranks: bool) -> _Terms:
 
 
 def _counts(values: jax.Array, mask: jax.Array | None) -> jax.Array:
-  """Returns float32 1 for each unmasked value, and 0 for the others."""
   return jnp.ones_like(values) if mask is None else mask.astype(jnp.float32)
 
 
@@ -310,7 +309,7 @@ def measure(
   handle: EpHandle,
   experts: jax.Array,
 ) -> Metrics:
-  """Returns the metrics of a step, by one sum over all ranks.
+  """Returns the metrics of a step, by one all-reduce over all ranks.
 
   The arrays of `handle` may have a leading axis of chunks. `experts` is the
   expert of each slot of the rank.
@@ -319,7 +318,7 @@ def measure(
   load = jax.nn.one_hot(topk_idx, E, dtype=jnp.float32)
   dropped = handle.dropped_counts.reshape(-1, len(experts))
   drops = jnp.zeros(E, jnp.int32)
-  if layer.overflow != "chunk":  # chunks replace an exchange with drops
+  if layer.overflow != "chunk":  # chunks drop nothing
     drops = drops.at[experts].add(dropped.sum(0, dtype=jnp.int32))
   rows = handle.total_recv_tokens.sum(dtype=jnp.int32)
   of_ranks = jnp.zeros(lax.axis_size(axes), jnp.int32)
@@ -333,8 +332,8 @@ def measure(
     z_loss=_logit_size(logits, mask),
     entropy=_score_entropy(logits, mask),
   )
-  # With one vector of all sums XLA fuses differently in each view, and rounds
-  # differently. So a deterministic layer sums one array after another.
+  # With one vector of all sums, XLA fuses and rounds differently in each view.
+  # So a deterministic layer sums one array after another.
   psum = ordered_sum.ordered_psum if config.deterministic else _psum_once
   sums, of_terms = psum(
     (sums, {name: term.sums for name, term in terms.items()}), axes
@@ -348,12 +347,12 @@ def measure(
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Splits int32 into float32 arrays with exact sums over 4096 ranks."""
+  """Splits int32 into float32 halves that 4096 ranks can sum exactly."""
   return (x >> 12).astype(jnp.float32), (x & 4095).astype(jnp.float32)
 
 
 def _whole(halves: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """Returns the integers, given sums of `_halves`."""
+  """Inverts `_halves`: returns int32 sums, given the sums of both halves."""
   high, low = (x.astype(jnp.int32) for x in halves)
   return (high << 12) + low
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""moe_layer: a feed-forward layer of experts, for a routing that is given."""
+"""moe_layer: a feed-forward layer of experts, for a given routing."""
 
 from __future__ import annotations
 
@@ -73,42 +73,43 @@ def moe_layer(
       topk = ep.route_topk(tokens @ w_router, layer.top_k)
       out = ep.moe_layer(layer, tokens, *topk, w_gate=..., w_up=..., w_down=...)
 
-  `ep.MoE` is the layer with a router, losses, biases and shared experts. Both
-  consist of `ep_prepare`, `ep_dispatch`, grouped matmuls and `ep_combine`; use
-  these for other kinds of experts. Differentiable in tokens, weights and
-  matrices, in both modes and to any order. `jax.vmap` over tokens makes one
-  exchange of all examples.
+  `ep.MoE` is the layer with a router, losses, biases and shared experts. For
+  other kinds of experts, call `ep_prepare`, `ep_dispatch`, `grouped_matmul` and
+  `ep_combine` yourself. Differentiable in tokens, weights and matrices, in both
+  modes and to any order. `jax.vmap` over tokens makes one exchange of all
+  examples.
 
-  With `overflow="chunk"`, a step that needs more rows than the capacity C on a
-  rank runs in chunks of tokens that fit with any routing, one after another. A
-  chunk has at most `(C - L * (alignment - 1)) // (P * min(K, L))` tokens of
-  each rank. Each EP domain decides independently. The backward pass exchanges
-  and computes each chunk again, and adds the gradients of matrices in float32,
-  from the last chunk to the first. A layer with a capacity below the worst case
-  then has reverse mode, of any order, but no forward mode.
+  With `overflow="chunk"`, if a rank needs more rows than the capacity C, its EP
+  domain splits the tokens into chunks that fit with any routing, and runs one
+  chunk after another. Each EP domain decides independently. A chunk has at most
+  `(C - L * (alignment - 1)) // (P * min(K, L))` tokens of each rank. The
+  backward pass exchanges and computes each chunk again, and adds the gradients
+  of matrices in float32, from the last chunk to the first. With a capacity
+  below the worst case, the layer has reverse mode, of any order, but no forward
+  mode.
 
   Args:
-    layer: the layer's configuration. Its `tail` has no effect: the layer
-      neither writes nor reads rows after the last slab.
+    layer: the layer's configuration. Its `tail` has no effect: rows after the
+      rows of the last expert are neither written nor read.
     tokens: float32, bfloat16 or float16 [..., H].
     topk_idx: int32 or int64 [..., K], as in `ep_prepare`.
     topk_weights: float [..., K], as in `ep_dispatch`.
-    w_up: [L, H, F] in the local view, [E, H, F] in the global one, sharded
-      over the EP axis; this and the next two have the tokens' dtype.
+    w_up: [L, H, F] in the local view, [E, H, F] in the global view, sharded
+      over the EP axis. All matrices have the dtype of the tokens.
     w_down: [L, F, H], or [E, F, H].
     w_gate: like `w_up`, or None.
     activation: an elementwise function, hashable and without mutable state,
       because it is a key of compiled programs. If it closes over traced values,
-      such as a learned slope, no program is kept, and the activation is
+      such as a learned slope, no program is cached, and the activation is
       computed for all rows of the capacity.
     return_handle: whether to also return the handle, for `ep.describe` or more
-      ops of the same routing. With `overflow="chunk"` it is the handle of one
+      ops with the same routing. With `overflow="chunk"` it is the handle of one
       exchange of all tokens. If its `max_recv_tokens` exceeds its `capacity`,
       it counts drops, although the layer dropped nothing.
-    pad: whether, in the global view, the first axis of the tokens may not
-      divide over the ranks, such as a batch of 1 when text is sampled. The
-      layer then adds tokens that visit no expert, and the result is replicated.
-      A handle is of all tokens, including the added ones, in one axis.
+    pad: whether, in the global view, the first axis of the tokens may be no
+      multiple of the number of ranks, such as a batch of 1 when text is
+      sampled. The layer then adds tokens that visit no expert, and the result
+      is replicated. The handle has all tokens, also added ones, in one axis.
 
   Returns:
     [..., H], like `tokens`; with `return_handle`, a tuple of it and the
@@ -181,7 +182,7 @@ def _of_rank(
 
 
 def _check_lead(op: str, routed: Sequence[jax.Array]) -> tuple[int, ...]:
-  """Returns the leading axes of the tokens; the routing must have the same."""
+  """Returns the leading axes, which tokens and routing must have in common."""
   _, ids, weights = routed
   if ids.shape != weights.shape:
     raise ValueError(

@@ -28,9 +28,9 @@ def init(
       shared_gate shared_up  [H, S]         b_gate b_up  [E, F]
       shared_down            [S, H]         b_down       [E, H]
 
-  It has only the parameters that `config` needs. Biases are zero. Matrices are
-  normal, with a variance of 1 / (rows of the matrix), as in LeCun's
-  initialization. The router is float32, so that rounding changes no choice.
+  The result has only the parameters that `config` needs. Biases are zero.
+  Matrices are normal, with a variance of 1 / (rows of the matrix), as LeCun
+  initializes. The router is float32, so that rounding changes no choice.
 
   Under `jax.jit` with `out_shardings` made of `partition_specs`, each device
   creates only its part. `jax.vmap` over keys creates stacked layers.
@@ -86,12 +86,12 @@ def partition_specs(
 
 
 def shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
-  """Returns the whole shape of each parameter."""
+  """Returns the global shape of each parameter."""
   return {name: shape for name, (shape, _) in _parameters(config).items()}
 
 
 def _parameters(config: MoEConfig) -> dict[str, tuple[_Shape, _Dims]]:
-  """Returns the shape and the kinds of dims of each parameter."""
+  """Returns the global shape of each parameter, and the kind of each dim."""
   e, h, f = config.num_experts, config.hidden, config.inner
   s = config.shared_inner
   up, down = ("hidden", "inner"), ("inner", "hidden")
@@ -115,7 +115,7 @@ def _parameters(config: MoEConfig) -> dict[str, tuple[_Shape, _Dims]]:
 
 
 class State(NamedTuple):
-  """The state of a layer that changes between steps without a gradient.
+  """The state of a layer, which changes between steps without a gradient.
 
   It is a pytree. Save it in checkpoints, with the parameters.
 
@@ -153,8 +153,8 @@ class State(NamedTuple):
       f"bias has shape {bias.shape}, but load {load.shape}; pass the"
       " Metrics.load of the same layers.",
     )
-    # A float32 mean rounds, and so does the product E * load. The sums of
-    # quotients and of remainders are small, so they are exact.
+    # Compares loads with their mean exactly. A float32 mean or E * load would
+    # round; sums of quotients and of remainders by E are small, so exact.
     experts = load.shape[-1]
     load -= load.min(axis=-1, keepdims=True)
     quotient = jnp.floor(load / experts)

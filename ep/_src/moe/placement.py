@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement maps slots to experts; move reorders arrays of experts."""
+"""`Placement` maps slots to experts; `move` reorders arrays of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ep._src.ops import views
 
 @jax.tree_util.register_pytree_with_keys_class
 class Placement:
-  """Maps slots to experts: rank r of P has slots r * L to r * L + L - 1.
+  """A map from slots to experts: rank r has slots r * L to r * L + L - 1.
 
       placement = ep.place(loads, cluster)      # or ep.Placement([2, 0, 3, 1])
       params = ep.moe.move(
@@ -30,13 +30,12 @@ class Placement:
       )
       y, metrics = layer(params, x, state, placement=placement)
 
-  The ops use slots. A layer with a placement uses expert ids everywhere except
-  in the leading axis of its experts' parameters, which has the order of the
-  slots.
+  The ops take slots as ids. A layer with a placement takes expert ids; only the
+  leading axis of its experts' parameters has the order of the slots.
 
-  It is a pytree of one array. So a jitted program takes another placement
-  without compiling again, and `lax.scan` over stacked layers takes a placement
-  for each layer.
+  A placement is a pytree of one array. So a jitted program takes another
+  placement without compiling again, and `lax.scan` over stacked layers takes a
+  placement for each layer.
 
   Args:
     experts: integers [..., V], the expert of each slot; leading axes are
@@ -81,13 +80,13 @@ class Placement:
 
   @property
   def _by_expert(self) -> np.ndarray | jax.Array:
-    """int32 [..., V], the slots in the order of their experts."""
+    """int32 [..., V], the slots sorted by expert."""
     return self.experts.argsort(axis=-1, stable=True).astype(np.int32)
 
   def slots_of(self, ids: jax.Array) -> jax.Array:
     """Returns the slots of experts, for `ep_prepare` and `ep.moe_layer`.
 
-    Their group has V experts. If an expert has n copies, token t of `ids`
+    The group must have V experts. If an expert has n copies, token t of `ids`
     visits copy t % n.
 
     Args:
@@ -139,7 +138,7 @@ class Placement:
 def check_placement(
   what: str, name: str, placement: Placement | None, num_experts: int
 ) -> None:
-  """Raises unless it is None, or a placement with a slot for each expert."""
+  """Raises unless `placement` is None or has one slot for each expert."""
   if placement is None:
     return
   if not isinstance(placement, Placement):
@@ -193,16 +192,16 @@ def move(
       )
       saved = ep.moe.move(layer.group, params, layer.specs(), old=new, new=None)
 
-  Collective over the EP domain. None is the order of expert ids. Save
+  Collective over the EP domain. None stands for the order of expert ids. Save
   checkpoints in this order, so that they do not depend on placements. Apply
   `move` also to arrays shaped like parameters, such as an optimizer's moments.
 
-  `move` reorders each array whose spec names the EP axis. It sends experts that
-  change ranks by `ep.lax.ragged_all_to_all`; on CPUs each rank gathers all
-  experts, one array after another. The result is a new array.
+  `move` reorders each array whose spec names the EP axis, into a new array. It
+  sends experts that change ranks by `ep.lax.ragged_all_to_all`; on CPUs each
+  rank gathers all experts, one array after another.
 
-  Works in both views. Outside of `jax.jit` it compiles a program for each shape
-  and dtype, which takes any placement. It has a derivative.
+  Differentiable. Works in both views. Outside of `jax.jit`, `move` compiles one
+  program for each shape and dtype; the program takes any placement.
 
   Args:
     group: the group over whose EP axis the experts are split.
@@ -220,13 +219,13 @@ def move(
 
   Raises:
     ValueError: a shape or spec does not fit; the array is named.
-    TypeError: an argument is no placement, or the dtype is a dtype of keys.
+    TypeError: an argument is no placement, or an array holds PRNG keys.
   """
   op = "ep.moe.move"
   view = views.View.of(group, op)
   if old is None and new is None:
     return arrays
-  # With replica slots, the group also counts these as experts.
+  # A group with replica slots counts these slots as experts.
   sizes = [p.experts.shape[-1] for p in (old, new) if isinstance(p, Placement)]
   E = min([group.num_experts, *sizes])
   for name, placement in dict(old=old, new=new).items():
@@ -284,8 +283,8 @@ def _moved(
 ) -> jax.Array:
   """Returns a rank's part [*layers, L, ...] of an array after the move.
 
-  Each expert of each layer is a slice for each rank. The slice for its new rank
-  has one row, the others have none.
+  An expert of a layer has one slice for each rank. The slice for its new rank
+  has one row, the slices for other ranks have none.
   """
   if not x.size:
     return x
@@ -298,7 +297,7 @@ def _moved(
   first = L * iota(len(to))[:, None]
 
   def of_slices(values: jax.Array) -> jax.Array:
-    """Returns values for each slice, from [P, layers, L]."""
+    """Flattens [P, layers, L] to one value for each slice."""
     return jnp.broadcast_to(values, sent.shape).ravel().astype(jnp.int32)
 
   rows = x.reshape(-1, *x.shape[at + 1 :])

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """replica_slots: each step copies hot experts to ranks with free rows.
 
-The group of such a layer has E + P * S slots: rank r of P has L slots for its
-experts, then S for copies. All ranks compute the same copies, in integers, from
-the number of choices of each expert by each rank.
+The group of such a layer has E + P * S slots: each of the P ranks has L slots
+for its experts, then S slots for copies. All ranks compute the same copies, in
+integers, from the number of choices of each expert by each rank.
 
-A rank with more rows than its limit, a donor, gives rows to other ranks, as in
-Vose's alias method (1991): each rank takes rows of one donor only. A donor that
-gives more than its excess takes rows of another donor itself. So no rank has
-experts of two other ranks, and S = L slots are enough for any routing.
+A *donor*, a rank with more rows than its limit, gives rows to other ranks, as
+in Vose's alias method (1991): each rank takes rows of one donor only. A donor
+that gives more than its excess takes rows of another donor itself. So no rank
+has experts of two other ranks, and S = L slots are enough for any routing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Division(NamedTuple):
     first: int32 [P, L], the number of the first row of each expert.
     donor: int32 [P], the donor of each rank.
     start, end: int32 [P], the numbers of the donor's rows that a rank takes.
-    slots: int32 [P, L], the slot for copies that has each expert of the rank's
-      donor, or -1.
+    slots: int32 [P, L], for each expert of the rank's donor, the slot in which
+      the rank has a copy, from 0 to S - 1, or -1.
   """
 
   first: jax.Array
@@ -56,13 +56,13 @@ class Division(NamedTuple):
 
 
 def divide(rows: jax.Array, limit: jax.Array | int, num_slots: int) -> Division:
-  """Divides rows [P, L] of ranks' experts, so that no rank exceeds `limit`.
+  """Divides the rows [P, L] of experts, so that no rank exceeds `limit`.
 
-  The fullest ranks give first, and the emptiest ranks take first. All rows that
-  change ranks are numbered: rank j gives up to `given[j]`, and rank i takes up
-  to `taken[i]`. A rank takes from the first donor that has excess rows left. If
-  it takes more than this excess, the donor takes from the next donor. With
-  fewer than L slots only the largest parts change ranks.
+  The fullest ranks give first, and the emptiest ranks take first. `given` and
+  `taken` are cumulative sums in this order. A rank takes from the first donor
+  that has excess rows left. If the rank takes more than this excess, the donor
+  takes from the next donor. With fewer than L slots, only the experts with the
+  most moved rows get a copy.
   """
   P, L = rows.shape
   load = rows.sum(1, dtype=jnp.int32)
@@ -72,7 +72,7 @@ def divide(rows: jax.Array, limit: jax.Array | int, num_slots: int) -> Division:
   taken = jnp.maximum(limit - load, 0)[order].cumsum()
   taken = jnp.minimum(taken, given[-1])
   from_, to = jnp.append(0, taken)[rank], taken[rank]
-  # A donor that gives more than its excess takes from that position on.
+  # A donor that gives more than its excess takes rows from row `all_given` on.
   all_given = given[P - 1 - rank]
   i = jnp.searchsorted(taken, all_given).clip(max=P - 1)
   gives = load > limit
@@ -107,8 +107,8 @@ class Replicas:
     ids: int [..., K], the slot of each choice.
     copies: int32 [L, P], the slot on each rank that gets a copy of each expert
       of this rank, or -1.
-    experts: int32 [L + S], the expert in each slot of this rank, numbered by
-      its slot in a group without copies.
+    experts: int32 [L + S], the expert in each slot of this rank, as its slot in
+      a group without copies.
   """
 
   layer: EpLayerConfig
@@ -163,11 +163,11 @@ class Replicas:
   def copied(
     self, params: Mapping[str, jax.Array], hidden: int
   ) -> dict[str, jax.Array]:
-    """Returns parameters [L + S, ...] of slots, given a rank's [L, ...].
+    """Copies the parameters [L, ...] of a rank's experts to slots [L + S, ...].
 
-    The entries of slots without a copy are zeros. Linear: the gradient of an
-    expert is the gradient of its first slot plus the sum of the gradients of
-    its copies, by ascending rank.
+    Slots without a copy get zeros. Linear: the gradient of an expert is the
+    gradient of its first slot plus the sum of the gradients of its copies, by
+    ascending rank.
     """
     L, P = self.copies.shape
     S = self.layer.num_local_experts - L
@@ -176,7 +176,7 @@ class Replicas:
 
     @functools.cache
     def handle(height: int) -> EpHandle:
-      """Prepares copies of `height` rows of each expert."""
+      """Prepares an exchange that copies `height` rows of each expert."""
       rows = max(S * height, L + S)
       layer = EpLayerConfig(
         self.layer.group,
@@ -191,8 +191,8 @@ class Replicas:
         return ep_prepare(layer, ids)
 
     def of(x: jax.Array) -> jax.Array:
-      # In the backward pass `vary_together` is a collective. In the loop, XLA
-      # on CPUs would not order it and our op (ep.assert_ordered_collectives).
+      # The transpose of `vary_together` is a collective. In the loop, XLA:CPU
+      # would not order it and `ep_dispatch` (ep.assert_ordered_collectives).
       x, _ = compat.vary_together(x, self.copies)
       rows = -(-math.prod(x.shape[1:]) // hidden)
       num_parts = -(-rows // (most or rows))
@@ -206,7 +206,7 @@ class Replicas:
       def send(part: jax.Array) -> jax.Array:
         return ep_dispatch(handle(height), part, no_weights)[0][: S * height]
 
-      handle(height)  # outside of the loop
+      handle(height)  # prepares outside of the loop
       sent = lax.map(send, parts) if num_parts > 1 else send(parts[0])[None]
       sent = sent.reshape(num_parts, S, -1).swapaxes(0, 1).reshape(S, -1)
       sent = sent[:, : math.prod(x.shape[1:])].reshape(S, *x.shape[1:])
@@ -222,7 +222,7 @@ def _slots(
   position: jax.Array,
   num_slots: int,
 ) -> jax.Array:
-  """Returns the slots [N] of choices, given positions in experts' queues."""
+  """Returns slots [N] of choices, by their position among an expert's rows."""
   P, L = rows.shape
   load = rows.sum(1, dtype=jnp.int32)
   base = load.cumsum() - load  # rows of all ranks are numbered consecutively

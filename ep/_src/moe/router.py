@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers choose the experts and weights of each token.
+"""Routers, which choose the experts of each token and their weights.
 
-They do not communicate, and a compiled program shards them like the logits. Any
+Routers do not communicate: a compiled program shards them like the logits. Any
 function that returns ids and weights of these shapes can replace `route_topk`.
 """
 
@@ -40,10 +40,10 @@ def route_topk(
 ) -> tuple[jax.Array, jax.Array]:
   """Chooses `top_k` experts for each token, and their weights.
 
-  The scores of a token are `score(logits)`. It chooses the experts with the
-  highest scores, best first; of equal scores, the lowest id first. Their
-  weights are their scores, divided by their sum if `normalize`, times `scale`.
-  Models use these arguments:
+  The scores of a token are `score(logits)`. The token gets the experts with the
+  highest scores, best first; of equal scores, the lowest id first. The weights
+  are the scores of these experts, divided by their sum if `normalize`, times
+  `scale`. Models use these arguments:
 
       Mixtral (softmax over the chosen logits)   the defaults
       Switch Transformer, OLMoE                  normalize=False
@@ -54,10 +54,10 @@ def route_topk(
                                                  num_groups=8, top_groups=4
 
   The computation is in float32, without overflow or division by zero. Weights
-  are differentiable in `logits`; the choice has no gradient. The choice is the
-  same as `lax.top_k` makes, also with NaNs: a NaN of positive sign is before
-  all numbers, a NaN of negative sign after them. The ids of a token are
-  distinct even then, and its weights are NaN.
+  are differentiable in `logits`; the choice has no gradient. The order is the
+  order of `lax.top_k`, also with NaNs: a NaN of positive sign is before all
+  numbers, a NaN of negative sign after them. The ids of a token with NaNs are
+  distinct, and its weights are NaN.
 
   Args:
     logits: `[..., E]`, any float dtype.
@@ -79,15 +79,15 @@ def route_topk(
     num_groups: G; group g has the experts from `g * E / G` to before
       `(g + 1) * E / G`. G divides E.
     top_groups: the number of groups, from 1 to G, from which a token may choose
-      experts. It takes the groups with the highest scores; of equal scores, the
-      lowest first.
+      experts. A token gets the groups with the highest scores; of equal scores,
+      the lowest group first.
     group_best: the score of a group is the sum of its `group_best` best scores,
       with `selection_bias` added: 2 in DeepSeek-V3 (arXiv 2412.19437), 1 in
       DeepSeek-V2 (arXiv 2405.04434). It has no effect if `top_groups` is G.
-    forced_idx: int `[..., K]`, the choice itself, for replaying a routing, for
+    forced_idx: int `[..., K]`, the ids to return, for replaying a routing, for
       tests and for generated loads. Arguments that affect only the choice are
-      then ignored. An entry of -1 is unused: its weight is 0, and the others
-      are normalized without it. `ep_prepare` checks the ids.
+      then ignored. An entry of -1 is unused: its weight is 0, and the other
+      weights are normalized without it. `ep_prepare` checks the ids.
     jitter: with j > 0, each logit is first multiplied by a random number,
       uniform in [1 - j, 1 + j), so that tokens explore (the noise of Fedus et
       al., "Switch Transformers", arXiv 2101.03961, and Zoph et al., "ST-MoE",
@@ -171,7 +171,7 @@ def route_topk(
   topk_idx = keep_routing(topk_idx)
   chosen = _chosen(log_scores, topk_idx)
 
-  # XLA:CPU may replace the division of `jax.nn.softmax` by a product in some
+  # `jax.nn.softmax` divides, which XLA:CPU replaces by a product in some
   # programs. A difference of logarithms rounds equally in all programs.
   def weigh(chosen: jax.Array) -> jax.Array:
     if normalize:
@@ -181,8 +181,8 @@ def route_topk(
 
   if mask is None and forced_idx is None:
     return topk_idx, weigh(chosen)
-  # An unused choice adds nothing to the sum. It is finite, because a token
-  # without choices must not divide by zero.
+  # Unused choices get the least float, whose exp adds 0 to the sum. With -inf,
+  # a token without choices would get NaN.
   used = topk_idx >= 0
   weights = weigh(jnp.where(used, chosen, jnp.finfo(jnp.float32).min))
   return topk_idx, jnp.where(used, weights, 0.0)
@@ -272,10 +272,10 @@ def check_choice(
 
 @jax.custom_jvp
 def _chosen(values: jax.Array, places: jax.Array) -> jax.Array:
-  """Returns the values [..., K] at distinct places of [..., E].
+  """Gathers [..., K] at the distinct indices `places` of `values` [..., E].
 
-  Its derivative is a sum over a mask instead of a gather. The transpose of a
-  gather is a scatter, which XLA:CPU computes by a loop over all places.
+  The derivative is a masked sum, because the transpose of a gather is a
+  scatter, which XLA:CPU computes by a loop over all indices.
   """
   return jnp.take_along_axis(values, places, axis=-1)
 
@@ -287,7 +287,7 @@ def _chosen_jvp(
   return _chosen(*primals), _sum_of_chosen(tangents[0], primals[1])
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)  # saves only places
+@functools.partial(jax.checkpoint, prevent_cse=False)  # saves only `places`
 def _sum_of_chosen(values: jax.Array, places: jax.Array) -> jax.Array:
   is_chosen = places[..., None] == arrays.iota(values.shape[-1])
   return jnp.where(is_chosen, values[..., None, :], 0.0).sum(axis=-1)
@@ -309,10 +309,10 @@ def _of_best_groups(
 def _best(
   values: jax.Array, k: int, allowed: jax.Array | None = None
 ) -> jax.Array:
-  """Returns the places `[..., k]` of the best float32 values `[..., n]`.
+  """Returns the indices `[..., k]` of the largest float32 values `[..., n]`.
 
-  They are the indices of `lax.top_k`, in its order. But XLA gathers the operand
-  of `lax.top_k` on every device. So where arrays may be sharded, `_best` runs
+  The result is the same as with `lax.top_k`. But XLA gathers the operand of
+  `lax.top_k` on every device. So where arrays may be sharded, `_best` runs
   argmax k times, which XLA shards like its operand.
 
   Args:
@@ -322,8 +322,8 @@ def _best(
   """
   if allowed is None and compat.is_on_one_device():
     return lax.top_k(values, k)[1]
-  # Integer keys with the order of `lax.top_k`: -NaN, numbers with -0 before +0,
-  # NaN. The least integer marks entries that are not allowed, or were chosen.
+  # Integer keys in the order of `lax.top_k`: -NaN, numbers with -0 before +0,
+  # NaN. The least integer marks entries that are not allowed or already chosen.
   # (So the two negative NaNs of the largest payloads have the same key.)
   least = jnp.iinfo(jnp.int32).min
   bits = lax.bitcast_convert_type(values, jnp.int32)
@@ -340,7 +340,7 @@ def _best(
 
 
 def _log_sqrtsoftplus(logits: jax.Array) -> jax.Array:
-  # Below -16, softplus(x) rounds to exp(x) in float32, and may underflow.
+  # Below -16, softplus(x) rounds to exp(x) in float32, which may underflow.
   is_low = logits < -16
   logs = jnp.log(jax.nn.softplus(jnp.where(is_low, 0.0, logits)))
   return 0.5 * jnp.where(is_low, logits, logs)
@@ -372,8 +372,8 @@ def topk_from_map(
   A row that marks more than `top_k` experts is an error. If this process has
   the values of the whole map, the function raises. In a compiled program, or if
   other processes have a part of the map, the row gets NaN weights and, as ids,
-  minus the number of marked experts. `ep_prepare` refuses them on every rank,
-  with an error that names the rank and the token.
+  minus the number of marked experts. `ep_prepare` refuses these ids on every
+  rank, with an error that names the rank and the token.
 
   Args:
     routing_map: bool [..., E], True where the token visits the expert.
@@ -415,7 +415,7 @@ def topk_from_map(
   is_traced = isinstance(routing_map, jax.core.Tracer)
   if not is_traced and routing_map.is_fully_addressable:
     _check_rows(op, np.asarray(routing_map), top_k)
-  # Of equal logits, the router chooses the lowest ids.
+  # Among equal logits, `route_topk` chooses the lowest ids.
   marks = routing_map.astype(jnp.float32)
   experts, _ = route_topk(marks, top_k, normalize=False)
   used = jnp.take_along_axis(routing_map, experts, axis=-1)
@@ -429,7 +429,6 @@ def topk_from_map(
 
 
 def _check_rows(op: str, routing_map: np.ndarray, top_k: int) -> None:
-  """Raises `ValueError` if a row marks more than `top_k` experts."""
   counts = routing_map.sum(axis=-1)
   if (counts > top_k).any():
     row = tuple(np.argwhere(counts > top_k)[0].tolist())

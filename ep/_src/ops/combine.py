@@ -28,7 +28,7 @@ def ep_combine(
   """Sums, for each token, the output rows of its experts.
 
   Collective over the EP domain; sends rows back along the routing of
-  `ep_dispatch`. With the same `slot(t, k)`:
+  `ep_dispatch`. With the `slot(t, k)` of `ep_dispatch`:
 
       # RECEIVE, on each rank
       for t in range(T):
@@ -41,8 +41,8 @@ def ep_combine(
             sum += weights[expert // L][slot(t, k)] * row    # with weights
         out[t] = sum                                         # rounded once
 
-  So the result does not depend on the number of ranks. Rows without a choice
-  (padding, tail) are never read.
+  So the result does not depend on the number of ranks. Rows without a choice,
+  such as padding, are never read.
 
   The derivative sends `grad_out[t]` to the slots of token t, times their
   weights if given.
@@ -127,8 +127,8 @@ def _combine_bwd_types(
   return [jax.ShapeDtypeStruct(shape, tokens.dtype)]
 
 
-# Combine is the transpose of the copy of rows in dispatch. So the transpose of
-# combine is that copy: grad_slots[slot(t, k)] = grad_out[t].
+# The transpose of combine copies rows as dispatch does:
+# grad_slots[slot(t, k)] = grad_out[t].
 _combine_bwd_bytes_p = primitives.mover(
   "ep_combine_bwd_bytes", _combine_bwd_types, target="ep_combine_bwd"
 )
@@ -139,17 +139,18 @@ combine_bwd_p = primitives.mover(
 primitives.linear_op(combine_p, transposed=combine_bwd_p)
 primitives.linear_op(combine_bwd_p, transposed=combine_p)
 
-# With weights, out[t] = sum_k w[slot] x[slot]: bilinear in x and w. Its tangent
+# Weighted combine, out[t] = sum_k w[slot] x[slot], is bilinear in x and w. The
+# tangent
 #
 #   T(x, w; dx, dw) = combine(dx, w) + combine(x, dw)
 #
-# is one linear op of (dx, dw), so that one exchange serves its transpose: for a
-# cotangent g and its copy to the slots, G[slot(t, k)] = g[t],
+# is one linear op of (dx, dw), so its transpose needs only one exchange. This
+# exchange copies a cotangent g to the slots, G[slot(t, k)] = g[t], and then
 #
 #   grad_x[slot] = w[slot] G[slot]        grad_w[slot] = <x[slot], G[slot]>
 #
 # T is also linear in (x, w), and symmetric: T(x, w; dx, dw) = T(dx, dw; x, w).
-# `group_sizes` is an operand so that gradients touch no unused slots.
+# `group_sizes` is an operand so that gradients skip unused slots.
 _weighted_p = primitives.mover(
   "ep_weighted_combine", _combine_types, target="ep_combine"
 )
@@ -232,7 +233,7 @@ def _tangent_transpose(
 def _gradients(
   x: jax.Array, w: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns grad_x [B, H] and grad_w [B] of a block of slots."""
+  """Returns the gradients of a block of rows x [B, H] and weights w [B]."""
   g32 = g.astype(jnp.float32)
   return weighted(g, w), jnp.sum(x.astype(jnp.float32) * g32, axis=1)
 

@@ -59,7 +59,7 @@ def ep_dispatch(
             recv_topk_weights[rank][slot(t, k)] = topk_weights[t, k]
 
       # RECEIVE, on each rank: rows that no rank sent
-      recv_tokens[padding of slabs] = 0        # and weights
+      recv_tokens[padding] = 0                 # and weights
       recv_tokens[sum(group_sizes):] = 0       # or unspecified; see `tail`
 
   For example, with two ranks, four experts (L = 2), two choices, alignment 2:
@@ -68,16 +68,16 @@ def ep_dispatch(
       #                     [0, 3]]                            [2, -1]]
       # rank 0: tokens   = [a, b]          rank 1: tokens   = [c, d]
 
-      # rank 0 receives, in slabs of experts 0 and 1:
+      # rank 0 receives, in segments of experts 0 and 1:
       #   recv_tokens = [a, b, c, 0 | c, 0]    group_sizes = [4, 2]
-      # rank 1 receives, in slabs of experts 2 and 3:
+      # rank 1 receives, in segments of experts 2 and 3:
       #   recv_tokens = [a, d | b, 0]          group_sizes = [2, 2]
 
-  The derivative sums, for each token, the cotangents of its slots, in float32
-  and ascending k; the cotangent of a weight is the cotangent of its slot's
-  weight. The derivative does not exchange the routing again.
+  The cotangent of a token is the sum of the cotangents of its slots, in float32
+  and ascending k. The cotangent of a weight is the cotangent of the weight in
+  its slot. The derivative does not exchange the routing again.
 
-  Fp8 and int8 rows are sent with their scales; both arrive bit for bit:
+  Fp8 and int8 rows are sent with their scales, and arrive bit for bit:
 
       rows, scales = ep.quant.quantize(tokens, "mxfp8")
       recv, recv_weights, recv_scales = ep.ep_dispatch(
@@ -85,18 +85,18 @@ def ep_dispatch(
       )
       recv_tokens = ep.quant.dequantize(recv, recv_scales, tokens.dtype)
 
-  Such rows have no derivative; the weights have one. A layer with a `wire`
-  quantizes and dequantizes by itself, with a straight-through gradient (see
-  `EpLayerConfig`).
+  Fp8 and int8 rows have no derivative, but their weights have one. If the layer
+  has a `wire` format, the op quantizes and dequantizes float rows itself, with
+  a straight-through gradient (see `EpLayerConfig`).
 
   Args:
     handle: from `ep_prepare`, for these tokens.
     tokens: float32, bfloat16 or float16 [..., H], no wider than the group's
       `max_token_dtype`, H <= `hidden_dim`; leading dims as in `topk_idx`. With
-      scales float8_e4m3fn, float8_e5m2, int8 or uint8.
+      scales: float8_e4m3fn, float8_e5m2, int8 or uint8.
     topk_weights: float [..., K]; converted to float32.
-    scales: float32, bfloat16 or float8_e8m0fnu [..., S], S scales of each fp8
-      or int8 row.
+    scales: float32, bfloat16 or float8_e8m0fnu [..., S], the S scales of each
+      fp8 or int8 row.
 
   Returns:
     recv_tokens: [C, H] of the tokens' dtype ([R, C, H] in the global view).
@@ -235,12 +235,12 @@ def _dispatch_bwd_types(
 
 
 # Dispatch copies: recv[slot(t, k)] = tokens[t], recv_w[slot(t, k)] = w[t, k].
-# Its transpose is ep_dispatch_bwd:
+# The transpose of dispatch is ep_dispatch_bwd:
 #
 #   grad_tokens[t] = sum_k grad_recv[slot(t, k)]
 #   grad_w[t, k]   = grad_recv_w[slot(t, k)]
 #
-# The derivative ignores that a layer's fp8 transport rounds rows.
+# The derivative ignores the rounding of rows to fp8.
 dispatch_bytes_p = primitives.mover(
   "ep_dispatch_bytes", _dispatch_types, target="ep_dispatch"
 )
@@ -253,8 +253,8 @@ primitives.linear_op(dispatch_bwd_p, transposed=dispatch_p)
 primitives.linear_op(dispatch_bytes_p, transposed=dispatch_bwd_p)
 
 
-# Dispatch of packed rows is linear in the weights alone. Engines send weights
-# beside rows, so the tangents of weights are sent beside rows of one zero.
+# Dispatch of packed fp8 rows is linear only in the weights. Backends send no
+# weights without rows, so tangents of weights are sent with rows of one zero.
 def _dispatch_bytes_jvp(
   primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
 ) -> tuple[list[Any], list[Any]]:

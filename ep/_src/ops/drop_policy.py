@@ -2,15 +2,14 @@
 """Decides which choices get a row if the capacity is too small for all.
 
 `reference.assign` defines the result by a loop over the choices in the order
-`drop_by`. A choice gets a row if its expert has a free row in the last block of
-its slab, or if its rank has a free block of `alignment` rows. The code here
-needs no loop: an expert keeps its first choices in that order, as many as fit
-into its blocks. So it computes the number of blocks of each expert, its
-*quota*.
+that `drop_by` names. A choice gets a row if its expert has a free row in its
+last block, or if its rank has a free block of `alignment` rows. The code here
+needs no loop: it computes the number of blocks of each expert, its *quota*. The
+first choices of the expert, as many as fit into these blocks, get a row.
 
-All ranks of a domain gather all choices and compute the same result. `prepare`
-then passes only the choices that fit to the backend's op. With "slot", the op
-itself drops.
+All ranks of a domain gather all choices and compute the same result.
+`ep_prepare` then passes only the kept choices to the backend. For the order
+"slot", the backend itself drops choices, without this file.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from ep._src.base.config import LayerConfig
 def dropped(
   layer: LayerConfig, tokens: np.ndarray, capacity: int
 ) -> np.ndarray:
-  """Returns the number of dropped tokens of each of N ranks, as [N].
+  """Returns int [N], the number of dropped choices on each of N ranks.
 
-  Without weights, it counts "weight" as "slot", and None as "fair".
+  It gets no weights, so it treats "weight" as "slot". It treats None as "fair".
 
   Args:
     layer: gives the alignment and the policy, but not the capacity.
@@ -93,9 +92,9 @@ def _assign(
 
 
 def _by_weight(weights: jax.Array) -> jax.Array:
-  """Returns int32 numbers that ascend as weights descend; NaNs are last.
+  """Returns int32 keys that sort by descending weight, with NaNs last.
 
-  Zeros of both signs are equal. Integers compare alike on all platforms.
+  +0 and -0 have equal keys. Integer keys compare alike on all platforms.
   """
   weights = weights.astype(jnp.float32)
   largest = np.int32(np.iinfo(np.int32).max)
@@ -112,16 +111,17 @@ class _Choices(NamedTuple):
   expert: jax.Array  # E for unused choices
   order: jax.Array
   place: jax.Array  # the position before sorting
-  row: jax.Array  # in the expert's slab, if nothing were dropped
+  row: jax.Array  # index among the expert's rows if nothing were dropped
 
 
 def _place(
   layer: LayerConfig, blocks: int, experts: jax.Array, order: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Assigns the rows of all ranks, `blocks` of each, to the choices [n].
+  """Assigns the rows of all ranks, `blocks` per rank, to the choices [n].
 
-  An expert takes its choices by ascending `order`; the sort is stable. Returns
-  bool [n], whether each choice gets a row, and int32 [E], the dropped choices.
+  An expert keeps its choices of least `order`; ties keep array order. Returns
+  bool [n], whether each choice gets a row, and int32 [E], the number of dropped
+  choices of each expert.
   """
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
   experts, place = jnp.where(experts < 0, E, experts), iota(experts.size)
@@ -140,17 +140,17 @@ def _place(
 
 
 def _quota_fairly(blocks: int, wants: Any) -> Any:
-  """Returns the blocks [P, L] that experts get of the `wants` [P, L].
+  """Returns the number of blocks [P, L] that experts get of their `wants`.
 
-  Experts get blocks in turn, one each, up to the number that they want. So each
-  expert gets the smaller of its `wants` and a common level. The remaining
-  blocks, fewer than one for each expert, go to the first experts that want
-  more. Also takes NumPy arrays.
+  The definition gives blocks to the experts of a rank round-robin, up to
+  `wants`. So an expert gets the smaller of its `wants` and a level common to
+  the rank. The remaining blocks, fewer than one per expert, go to the first
+  experts that want more. Also takes NumPy arrays.
   """
   xp = wants.__array_namespace__()
 
   def raise_level(i: Any, level: Any) -> Any:
-    """Sets bit number i from the top, if the blocks suffice for that level."""
+    """Sets the i-th highest bit of `level` if there are enough blocks."""
     higher = level + (1 << (bits - 1 - i))
     fits = _sum(xp.minimum(wants, higher)) <= blocks
     return xp.where(fits, higher, level)
@@ -170,7 +170,7 @@ def _quota_fairly(blocks: int, wants: Any) -> Any:
 def _quota_by_weight(
   layer: LayerConfig, blocks: int, choices: _Choices
 ) -> jax.Array:
-  """Returns blocks [E], given in the order of the choices that open them."""
+  """Returns the blocks [E] that the first choices of each rank open."""
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
   opens = (choices.row % layer.alignment == 0) & (choices.expert < E)
   rank = jnp.where(opens, choices.expert // L, P)

@@ -16,7 +16,7 @@ from ep._src.matmul.row_map import map_used_rows
 
 
 class Layout(NamedTuple):
-  """The sizes and dtypes of rows [n, H], one byte an element, and scales."""
+  """The sizes and dtypes of fp8 or int8 rows [n, H] and their scales [n, S]."""
 
   width: int
   dtype: str
@@ -37,8 +37,8 @@ def pack(rows: jax.Array, scales: jax.Array) -> jax.Array:
   """
   num_bytes = rows.shape[1] + scales.shape[1] * scales.dtype.itemsize
   if not len(rows):
-    # Shardy of jaxlib 0.10.2 cannot partition a function all of whose operands
-    # are empty, unless it does not use them.
+    # Shardy of jaxlib 0.10.2 cannot partition a function whose operands are all
+    # empty. So the result is a constant.
     return jnp.zeros((0, num_bytes + num_bytes % 2), jnp.uint8)
   parts = [lax.bitcast_convert_type(x, jnp.uint8) for x in (rows, scales)]
   packed = jnp.concatenate([x.reshape(len(x), -1) for x in parts], axis=1)
@@ -64,15 +64,15 @@ def send(
   rows: jax.Array,
   *weights: jax.Array,
 ) -> list[jax.Array]:
-  """Quantizes rows [T, H], sends them by `of_bytes`, and dequantizes the slots.
+  """Quantizes rows [T, H], sends them by `of_bytes`, and dequantizes them.
 
-  Returns the slots of the rows, and of the weights if there are any.
+  Returns the received rows and, if `weights` are given, the received weights.
   """
   quantized = quantizers.quantize(rows, format)
   received, *weights = of_bytes.bind(
     mem, group_sizes, pack(*quantized), *weights, params=params
   )
-  # In one loop, XLA:CPU would compute a block's scale again for each element.
+  # Two loops: in one loop, XLA:CPU would recompute a scale for each element.
   layout = Layout.of(*quantized)
   factors = map_used_rows(_Factors(layout), group_sizes, received)
   read = _Rows(layout, rows.dtype)
@@ -82,7 +82,7 @@ def send(
 
 @dataclasses.dataclass(frozen=True)
 class _Factors:
-  """Maps blocks of packed rows to the factors of their scales."""
+  """Maps blocks of packed rows to their scales as float32 factors."""
 
   layout: Layout
 
@@ -93,7 +93,7 @@ class _Factors:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-  """Maps blocks of packed rows and their factors to rows of `dtype`."""
+  """Dequantizes blocks of packed rows, given factors, to rows of `dtype`."""
 
   layout: Layout
   dtype: jnp.dtype

@@ -12,7 +12,7 @@ from ep._src.base.backend import OpParams
 from ep._src.group.group import EpLayerConfig
 from ep._src.ops import views
 
-# The kind of each leaf of a handle, for `View.call`.
+# How `View.call` shards each array of an `EpHandle`.
 LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS]
 
 
@@ -21,28 +21,28 @@ LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS]
 class EpHandle:
   """The routing that `ep_prepare` returns and the other ops need.
 
-  A handle holds plain arrays and static data, so it crosses jit boundaries,
-  `scan`, `jax.checkpoint`, donation and serialisation. The shapes below are of
-  the local view; in the global view each leaf but `kept` has a leading axis of
-  R ranks.
+  A handle consists of plain arrays and static data, so it can cross `jit`
+  boundaries, `scan`, `jax.checkpoint`, donation and serialisation. The shapes
+  below are shapes in the local view. In the global view each array but `kept`
+  has a leading axis of R ranks.
 
   An invalid routing does not terminate a program on GPUs, or a program that was
-  exported with backend "xla". Its handle has sizes and counts of 0, totals of
-  -1, and keeps no choice.
+  exported with backend "xla". The handle of an invalid routing has sizes and
+  counts of 0, totals of -1, and no choice with a row.
 
   Attributes:
     mem: uint8 [M], the routing in a form that the backend defines.
-    group_sizes: int32 [L], rows of each local expert's slab inside the
-      capacity, padding included, as `lax.ragged_dot` takes them.
-    token_counts: int32 [L], rows of each slab that hold a token, without the
-      padding. TransformerEngine's `token_counts` includes the padding: code
-      from there must use `group_sizes` to find the slabs.
+    group_sizes: int32 [L], rows of each local expert inside the capacity,
+      including padding, as `lax.ragged_dot` takes them.
+    token_counts: int32 [L], rows of each local expert that hold a token,
+      without padding. TransformerEngine's `token_counts` includes padding: code
+      written for it must use `group_sizes` to find the rows of an expert.
     total_recv_tokens: int32 [1], rows that this rank would receive with an
-      unlimited capacity, padding included. Rows past the capacity are dropped.
-    dropped_counts: int32 [L], tokens that chose each local expert and were
-      dropped; it was chosen `token_counts + dropped_counts` times.
+      unlimited capacity, including padding. Rows past the capacity are dropped.
+    dropped_counts: int32 [L], dropped choices of each local expert. All tokens
+      together chose an expert `token_counts + dropped_counts` times.
     max_recv_tokens: int32 [1], the largest `total_recv_tokens` in the EP
-      domain, equal on all its ranks: all can take the same branch.
+      domain. It is equal on all ranks, so all ranks can take the same branch.
     kept: bool [*token_shape, K], whether each choice has a row: False if it is
       unused (-1) or was dropped. In the global view it has the leading axes and
       the sharding of `topk_idx`.
@@ -63,7 +63,7 @@ class EpHandle:
 
   @property
   def leaves(self) -> list[jax.Array]:
-    """The arrays, of the kinds `LEAF_KINDS`."""
+    """The arrays of the handle, in the order of `LEAF_KINDS`."""
     fields = dataclasses.fields(self)
     return [getattr(self, field.name) for field in fields if not field.kw_only]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_prepare: exchanges the routing."""
+"""ep_prepare: exchanges the routing of a step between ranks."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def ep_prepare(
 ) -> EpHandle:
   """Exchanges the routing of a step between the ranks of an EP domain.
 
-  Collective. The handle that it returns serves any number of dispatches and
-  combines of the same tokens, and their derivatives.
+  Collective. One handle serves any number of dispatches and combines of the
+  same tokens, and their derivatives.
 
-  The counts of the domain determine where each row goes. If `count[j]` tokens
-  of all ranks chose local expert `j` of a rank, that expert's slab starts at
+  If `count[j]` tokens of all ranks chose local expert `j` of a rank, the rows
+  of that expert start at row
 
       offset[j] = sum(roundup(count[i], alignment) for i < j)
 
-  and holds its tokens by ascending source rank, then ascending token.
+  of the rank. They are sorted by source rank, then by token.
 
   If the rows exceed the capacity, `layer.overflow` and `layer.drop_by` decide
   which choices get a row.
 
-  `jax.checkpoint` saves the handle with any policy: a block that prepares its
-  handle does not exchange the routing again in the backward pass. Apply
-  `ep.keep_routing` to the `topk_idx` of your own router.
+  `jax.checkpoint` saves the handle with any policy, so the backward pass does
+  not exchange the routing again. If you write a router, apply `ep.keep_routing`
+  to its `topk_idx`.
 
   Args:
     layer: the layer's configuration.
@@ -80,8 +80,8 @@ def ep_prepare(
   arguments.check(
     layer.overflow != "chunk",
     op,
-    'overflow = "chunk" sends the tokens of a layer in several exchanges, and'
-    " this is one; call ep.MoE or ep.moe_layer, or give the ops a layer of"
+    'overflow = "chunk" sends the tokens of a layer in several exchanges, but'
+    " this op makes one; call ep.MoE or ep.moe_layer, or give it a layer of"
     ' overflow="drop" or "error".',
   )
   view = View.of(layer.group, op)
@@ -125,7 +125,7 @@ def ep_prepare(
 def _prepare(
   params: OpParams, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> list[jax.Array]:
-  """Returns the leaves of the handle."""
+  """Returns the arrays of the `EpHandle`."""
   layer = params.layer
   ids = topk_idx.reshape(params.num_tokens, layer.top_k)
   may_overflow = layer.worst_case(params.num_tokens) > params.capacity
@@ -145,12 +145,12 @@ def _prepare(
 def _assigned_prepare(
   ids: jax.Array, weights: jax.Array, *, params: OpParams
 ) -> list[jax.Array]:
-  """Prepares all choices; if they overflow, prepares the assigned ones again.
+  """Prepares all choices; if they overflow, prepares the kept choices again.
 
-  The first op reports late ranks and wrong ids. After it, all ranks have
-  arrived with valid choices, so the collectives of `assign` do not wait. An op
-  that fails without terminating the program returns totals of -1, and then
-  nothing is assigned.
+  The first `prepare_p` reports late ranks and invalid ids. After it, all ranks
+  have arrived with valid choices, so the collectives in `drop_policy.assign` do
+  not wait. If the first `prepare_p` fails without terminating the program, it
+  returns totals of -1, and `assign` does not run.
   """
   first = prepare_p.bind(ids, params=params)
   *_, wanted_here, _, wanted, _ = first

@@ -2,10 +2,10 @@
 """Makes the JAX primitives of the ops, and declares their linearity.
 
 Each primitive has one parameter, the frozen `OpParams`. Its operands are the
-arrays of one rank. The operands of a mover are the handle's `mem` and
-`group_sizes`, then the operands in which it is linear. `linear_op` declares the
-transpose. From it JAX derives forward mode, reverse mode, their compositions
-and `jax.checkpoint`; a `custom_vjp` would have no forward mode.
+arrays of one rank. A *mover* is an op that sends rows. Its operands are the
+handle's `mem` and `group_sizes`, then arrays `xs`, in which it is linear.
+`linear_op` declares its transpose. JAX then has forward mode, reverse mode,
+their compositions and `jax.checkpoint`; a `custom_vjp` has no forward mode.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def mover(
   target: str | None = None,
   of_bytes: compat.Primitive | None = None,
 ) -> compat.Primitive:
-  """Makes the primitive of an op that sends rows `xs[0]`, perhaps with weights.
+  """Makes the primitive of an op that sends rows `xs[0]`, and maybe weights.
 
   Args:
     name: the name of the primitive; its operands are `(mem, group_sizes, *xs)`.
     out_types: `out_types(params, *xs)` returns the types of the outputs.
-    target: the connection's name of the op; None is `name`.
-    of_bytes: the same op for packed rows; a layer with a `wire` uses it.
+    target: the name by which the connection lowers the op; None is `name`.
+    of_bytes: the same op for packed fp8 rows, for layers with a `wire` format.
   """
 
   def types(
@@ -78,10 +78,10 @@ def composite(
   fn: Callable[..., Sequence[jax.Array]],
   out_types: OutTypes | None = None,
 ) -> compat.Primitive:
-  """Makes a primitive of `fn(*operands, params)`, a function of ops.
+  """Makes a primitive of a function `fn(*operands, params=...)` that calls ops.
 
-  The collectives of `fn` have the scope `name`. The caller adds derivatives.
-  Without `out_types`, JAX derives the output types from `fn`.
+  The collectives of `fn` get the named scope `name`. The caller declares the
+  derivatives. Without `out_types`, JAX derives the output types from `fn`.
   """
 
   def derived(params: OpParams, *avals: Any) -> Any:
@@ -98,14 +98,14 @@ def _new(
     outs = out_types(params, *avals)
     return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
 
-  # Each op has its own position in a program, so JAX must not cache lowerings.
+  # Each op in a program has a unique position: JAX must not cache lowerings.
   return primitive.new(name, types, lower, cacheable=False)
 
 
 def bind(
   primitive: compat.Primitive, params: OpParams, *operands: jax.Array
 ) -> list[jax.Array]:
-  """Applies an op in the local view."""
+  """Binds the primitive of an op to the arrays of one rank."""
   params.connection.check_open(primitive.name)
   operands = compat.vary_together(
     *operands, axes=[params.layer.group.axis_name]
@@ -117,9 +117,9 @@ def bind(
 def linear_op(
   primitive: compat.Primitive, transposed: compat.Primitive
 ) -> None:
-  """Declares that a mover is linear in `xs`.
+  """Declares that a mover is linear in its operands `xs`.
 
-  Its transpose, for the same routing, is `transposed(mem, group_sizes, *cts)`.
+  The transpose of the mover is `transposed(mem, group_sizes, *cts)`.
   """
 
   def jvp(

@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numeric contract of ep, on whole arrays: the results of every backend.
+"""The numeric contract of ep: a reference implementation of the ops.
 
-NumPy arrays give NumPy arrays, with the bits of the contract. Traced JAX arrays
-can be differentiated.
+With NumPy arrays, the functions return the exact bits of the contract. With
+traced JAX arrays, the functions are differentiable.
 
-Arrays have a leading axis for the `P` ranks of one EP domain. `T` tokens of a
-rank, `K` choices of a token, `E` experts, `L = E / P` local experts (expert `e`
-lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
+Arrays have a leading axis for the `P` ranks of one EP domain. Other sizes: `T`
+tokens of a rank, `K` choices of a token, `E` experts, `L = E / P` local experts
+(expert `e` is on rank `e // L`), `C` receive capacity of a rank, `H` hidden
+size.
 
-* Layout: expert-major. The slab of local expert `j` starts at
-  `offset[j] = sum_{i<j} roundup(count[i], alignment)`; its rows ascend by
-  source rank, then by source token. Padding rows, rows past the last slab, and
-  their weights are zero.
-* Choices: -1 is an unused choice. Slots at or past `C` are dropped, along with
-  their weights and gradients; `total_recv_tokens` and `max_recv_tokens` include
-  dropped slots and padding.
+* Layout: expert-major. The segment of local expert `j` starts at row
+  `offset[j] = sum_{i<j} roundup(count[i], alignment)`. Rows of a segment are
+  sorted by source rank, then by token. Padding rows, rows after the last
+  segment, and their weights are zero.
+* Choices: -1 is an unused choice. A choice with a slot of `C` or more is
+  dropped, along with its weight and gradient. `total_recv_tokens` and
+  `max_recv_tokens` count dropped choices and padding.
 * Sums: `sum_k row(t, k)` starts at +0.0, runs in float32 in ascending `k`, and
-  is rounded once, to the dtype of the rows. A weighted row is a float32 product
-  that is rounded before it is added. Denormal float32 numbers are zeros of
-  their sign, before and after each product and each addition. A final sum of
-  zero is +0.
-* Derivatives: dispatch and combine send rows along the same routing in opposite
-  directions, so each is the other's transpose.
+  is rounded once, to the dtype of the rows. The product of a row and a weight
+  is rounded to float32 before the addition. Each product and each addition
+  flushes denormal float32 operands and results to zeros of the same sign. A
+  final sum of zero is +0.
+* Derivatives: dispatch and combine are transposes of each other, because they
+  send rows along the same routing in opposite directions.
 
-Results of JAX arrays are exact only for integers, because XLA does not keep
-these bits. It may contract a product and a sum into an FMA, which rounds once.
-It replaces `0 + x` by `x`, which may be -0 or a denormal. XLA:CPU may change
-the bits of a bfloat16 that it copies.
+With JAX arrays, only integer results are exact. XLA may contract a product and
+a sum into an FMA, which rounds once. XLA replaces `0 + x` by `x`, which may be
+-0 or a denormal. XLA:CPU may change the bits of a bfloat16 that it copies.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Routing(NamedTuple):
   """The destination of each choice, and the rows that each rank receives."""
 
   rank: Array  # [P, T, K] destination rank; -1: unused or dropped
-  slot: Array  # [P, T, K] row on that rank; -1: unused or dropped
-  group_sizes: Array  # [P, L] rows of each slab within the capacity
-  token_counts: Array  # [P, L] rows of each slab that hold a token
-  total_recv_tokens: Array  # [P, 1] rows, dropped ones included
-  dropped_counts: Array  # [P, L] tokens of each expert without a row
+  slot: Array  # [P, T, K] row on the destination rank; -1: unused or dropped
+  group_sizes: Array  # [P, L] rows of each expert segment within the capacity
+  token_counts: Array  # [P, L] rows of each expert segment that hold a token
+  total_recv_tokens: Array  # [P, 1] rows, including dropped rows
+  dropped_counts: Array  # [P, L] dropped choices of each expert
   max_recv_tokens: Array  # [P, 1] the largest total_recv_tokens of all ranks
   kept: Array  # [P, T, K] whether a choice has a slot
 
@@ -98,15 +98,15 @@ def assign(
   """Returns which choices get a row: bool [P, T, K].
 
   `topk_idx` are NumPy ids [P, T, K], and `weights` float [P, T, K], or None for
-  `drop_by="slot"`. The loop takes the choices in the order `drop_by`, and keeps
-  each one for which its rank has a free row.
+  `drop_by="slot"`. The loop visits the choices in the order that `drop_by`
+  names, and keeps a choice if the rank of its expert has a free row.
   """
   L = num_experts // len(topk_idx)
   kept = np.zeros(topk_idx.shape, bool)
   rows = np.zeros(num_experts, int)  # kept choices of each expert
 
   def has_free_row(expert: int) -> bool:
-    """Returns whether the slabs of its rank fit with one more row."""
+    """Returns whether the expert's rank has a free row for the expert."""
     wanted = rows + (np.arange(num_experts) == expert)
     slabs = wanted.reshape(-1, L)[expert // L]
     return bool((-(-slabs // alignment) * alignment).sum() <= capacity)
@@ -120,13 +120,13 @@ def assign(
     return (True, 0.0) if math.isnan(weight) else (False, -weight)
 
   def in_order(choices: list[_Choice]) -> list[_Choice]:
-    """Returns choices (r, t, k) in the order `drop_by`."""
+    """Sorts choices (rank, token, k) in the order that `drop_by` names."""
     if drop_by == "slot":
       return sorted(choices, key=expert)
     by_weight = sorted(choices, key=lightness)
     if drop_by == "weight":
       return by_weight
-    blocks = []  # (number of the block in its expert's slab, choice)
+    blocks = []  # (index of the block in its expert's segment, choice)
     for _, own in itertools.groupby(sorted(by_weight, key=expert), expert):
       blocks += [(row // alignment, c) for row, c in enumerate(own)]
     return [choice for _, choice in sorted(blocks, key=lambda block: block[0])]
@@ -141,9 +141,9 @@ def assign(
 def prepare_assigned(
   topk_idx: np.ndarray, kept: np.ndarray, *, num_experts: int, **sizes: int
 ) -> Routing:
-  """Returns the routing of the choices that `assign` kept, in NumPy.
+  """Returns the NumPy routing of the choices that `assign` kept.
 
-  The totals and the dropped counts are of all choices.
+  The totals and the dropped counts include the dropped choices.
   """
   every = prepare(topk_idx, num_experts=num_experts, **sizes)
   assigned = np.where(kept, topk_idx, -1)
@@ -159,7 +159,7 @@ def prepare_assigned(
 def dispatch(
   routing: Routing, tokens: Array, topk_weights: Array, *, capacity: int
 ) -> tuple[Array, Array]:
-  """Returns [P, C, H] and [P, C], for tokens [P, T, H], weights [P, T, K]."""
+  """Sends tokens [P, T, H] and weights [P, T, K] to [P, C, H] and [P, C]."""
   weights = topk_weights.astype(np.float32)
   return (
     _scatter(routing, tokens[:, :, None], capacity),
@@ -170,7 +170,7 @@ def dispatch(
 def combine(
   routing: Routing, rows: Array, weights: Array | None = None
 ) -> Array:
-  """Returns [P, T, H], for rows [P, C, H] and optional weights [P, C]."""
+  """Sums rows [P, C, H], times optional weights [P, C], to [P, T, H]."""
   terms = _flushed(_gather(routing, rows).astype(np.float32))
   if weights is not None:
     weights = _flushed(_gather(routing, weights.astype(np.float32)))
@@ -178,19 +178,19 @@ def combine(
   out: Any = np.float32(0)
   for k in range(terms.shape[2]):
     out = _flushed(out + terms[:, :, k])
-  sums: Array = (out + np.float32(0)).astype(rows.dtype)  # makes +0 of -0
+  sums: Array = (out + np.float32(0)).astype(rows.dtype)  # turns -0 into +0
   return sums
 
 
 def dispatch_bwd(
   routing: Routing, g_recv: Array, g_recv_weights: Array
 ) -> tuple[Array, Array]:
-  """Returns cotangents of tokens and weights, for [P, C, H] and [P, C]."""
+  """Returns the cotangents of the tokens and weights of `dispatch`."""
   return combine(routing, g_recv), _gather(routing, g_recv_weights)
 
 
 def combine_bwd(routing: Routing, g: Array, *, capacity: int) -> Array:
-  """Returns [P, C, H], the cotangent of unweighted rows, for g [P, T, H]."""
+  """Returns the cotangent [P, C, H] of the rows of an unweighted `combine`."""
   return _scatter(routing, g[:, :, None], capacity)
 
 
@@ -199,7 +199,7 @@ def _scatter(routing: Routing, x: Array, capacity: int) -> Array:
   xp = x.__array_namespace__()
   P, _, _, *rest = x.shape
   x = xp.broadcast_to(x, (*routing.slot.shape, *rest))
-  # Choices without a slot are copied to one more row, which is cut off.
+  # Choices without a slot are copied to an extra last row, which is cut off.
   at = routing.rank, xp.where(routing.kept, routing.slot, capacity)
   rows: Array = xp.zeros((P, capacity + 1, *rest), x.dtype)
   if isinstance(rows, np.ndarray):
@@ -220,8 +220,8 @@ def _gather(routing: Routing, rows: Array) -> Array:
 
 
 def _flushed(x: Array) -> Array:
-  """Returns `x` with denormal numbers as zeros of their sign."""
+  """Flushes denormal numbers to zeros of the same sign."""
   if isinstance(x, jax.Array):
-    return x  # XLA:CPU flushes them in every operation
+    return x  # XLA:CPU flushes denormals in every operation
   denormal = abs(x) < np.finfo(np.float32).tiny
   return np.where(denormal, np.copysign(np.float32(0), x), x)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two views of an op: the global one is `shard_map` around the local one.
+"""The local view of an op, and the global view, a `shard_map` of the local.
 
-Inside `jax.shard_map` with the EP axis manual, an op works on the arrays of
-its rank. Outside, it works on global arrays. Only this file maps one view to
-the other. Arrays have four kinds, by the sharding of their first axis:
+In the local view, inside `jax.shard_map` with a manual EP axis, an op works on
+the arrays of its rank. In the global view, outside, it works on global arrays.
+Only this file converts views. Arrays have four kinds, by the sharding of their
+first axis:
 
   token arrays    [..., H] over (*data_axes, ep): ranks own consecutive tokens
   rank arrays     [R, ...] over (*data_axes, ep): one entry per rank; the local
@@ -38,11 +39,11 @@ REPLICATED = "replicated"
 
 @dataclasses.dataclass(frozen=True)
 class View:
-  """The view in which an op is called.
+  """The view, local or global, in which an op is called.
 
   Attributes:
     group: the group whose ranks run the op.
-    op: its name, for messages.
+    op: the name of the op, for messages.
     mesh: the mesh of the global view; None in the local view.
   """
 
@@ -52,7 +53,7 @@ class View:
 
   @classmethod
   def of(cls, group: EpGroup, op: str) -> View:
-    """Returns the local view if the EP axis is manual here, else the global.
+    """Returns the local view if the EP axis is manual, else the global view.
 
     Raises:
       ValueError: the mesh in context does not fit the group.
@@ -78,11 +79,11 @@ class View:
 
   @property
   def is_local(self) -> bool:
-    """Whether arrays are parts of one rank."""
+    """Whether the op works on the arrays of one rank."""
     return self.mesh is None
 
   def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the leading dims, all but the last, of a rank's token array.
+    """Returns all dims but the last of a rank's part of a token array.
 
     `shape` is the shape of the array in this view.
 
@@ -117,21 +118,21 @@ class View:
     """Runs `local_fn(*static, *args)` in this view and returns its result.
 
     Calls that differ only in `args` share a jitted program: outside of
-    `jax.jit` only the first call compiles. Inside, JAX inlines the program, so
-    each op gets its own position. The group's connection keeps the program, and
-    the program must not keep the group open. So it holds the configuration of a
-    layer in `static` instead of the layer.
+    `jax.jit`, only the first call compiles. Inside `jax.jit`, JAX inlines the
+    program, so each op gets a unique position. The group's connection caches
+    the program. A program that refers to a layer would keep the group open, so
+    it refers to the `LayerConfig` of the layer.
 
     Args:
       local_fn: a module-level function of a rank's arrays; a closure would be a
-        new function in each call. Messages name its parameters.
-      static: its first arguments.
-      args: its other arguments, which are pytrees of arrays.
+        new function, and compile, in each call. Messages name its parameters.
+      static: the first arguments of `local_fn`.
+      args: the other arguments of `local_fn`, which are pytrees of arrays.
       in_kinds: for each of `args` TOKENS, RANK, EXPERTS, REPLICATED or a
         `PartitionSpec`, or a pytree of these that is a prefix of the argument.
       out_kinds: the same for the result.
-      keep: whether to keep the program. It must be False if `static` refers to
-        values that are traced now.
+      keep: whether to cache the program. It must be False if `static` refers
+        to traced values.
     """
     group, op = self.group, self.op
     if self.mesh is not None:
@@ -155,10 +156,10 @@ class View:
 
 
 def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
-  """Raises unless the program's mesh has the group's devices in their order.
+  """Raises unless the program's mesh has the group's devices in the same order.
 
   Without `jax.set_mesh` the mesh of a `shard_map` has no devices while tracing.
-  If the order matters to the backend, ep_prepare compares it when it runs.
+  If the backend needs the order of devices, ep_prepare compares it at run time.
   """
   if dict(mesh.shape) != dict(group.mesh.shape):
     raise ValueError(
@@ -181,9 +182,9 @@ def _program(
   inline: bool,
   tail: str,
 ) -> Callable[..., Any]:
-  """Returns the jitted program of a call; without a mesh, of one rank.
+  """Returns the jitted program of `View.call`; `mesh` is None in a local view.
 
-  `tail` is unused here, but a part of the key by which programs are kept.
+  `tail` is unused, but must be part of the key of the program cache.
   """
   del tail
   group = connection.group
@@ -221,8 +222,6 @@ def _program(
 
 
 def _on_rank_arrays(change: Callable[..., Any], kinds: Any, arrays: Any) -> Any:
-  """Applies `change` to the arrays of the kind RANK."""
-
   def of_kind(kind: Any, xs: Any) -> Any:
     return jax.tree.map(change, xs) if kind == RANK else xs
 
@@ -232,8 +231,8 @@ def _on_rank_arrays(change: Callable[..., Any], kinds: Any, arrays: Any) -> Any:
 def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
   """Returns arrays with the sharding of `spec` along Explicit mesh axes.
 
-  XLA chooses the sharding along Auto axes. JAX does not copy an array that has
-  this sharding already. Gradients get the sharding of the given array.
+  XLA chooses the sharding along Auto axes. JAX does not copy an array that
+  already has the sharding of `spec`. Gradients get the sharding of the input.
   """
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   if AxisType.Explicit not in types.values():
@@ -272,8 +271,8 @@ def _check_places(
 ) -> None:
   """Refuses arrays on other devices, and warns of arrays that JAX reshards.
 
-  Tracers are not checked: XLA has not chosen their sharding yet. JAX slices a
-  fully replicated array without communication.
+  Accepts tracers, because XLA has not chosen their sharding yet, and fully
+  replicated arrays, which JAX slices without communication.
   """
   mesh = compat.concrete_context_mesh() or group.mesh
   if not has_devices(mesh):
