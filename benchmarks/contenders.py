@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contenders: implementations of the same ops.
+"""The contenders of the benchmark: ep's backends and code written in JAX.
 
 A contender is made for a `Layout` and has these methods, which `jax.shard_map`
 calls with one rank's arrays over the axis "ep":
@@ -14,7 +14,7 @@ calls with one rank's arrays over the axis "ep":
 results. The hand-written contenders define their derivatives as gathers,
 because JAX would turn the derivative of a gather into a scatter-add.
 
-layers.py has the contenders of whole layers. ep is measured with both.
+layers.py has the contenders that compute whole MoE layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.workload import AXIS, Layout
 import ep
 from ep._src.group.bootstrap import BACKENDS
 
-HAND_WRITTEN = "padded_scatter"  # the code that most people would write
+HAND_WRITTEN = "padded_scatter"  # the usual code in plain JAX
 EP = ("host", "nccl", "xla")
 PURE_XLA: dict[str, Callable[[Layout], Any]] = {
   "padded_scatter": PaddedScatter,
@@ -48,7 +48,7 @@ LAYERS: dict[str, Callable[[Layout], Any]] = {
 
 
 def names() -> tuple[str, ...]:
-  """Returns all contenders, in the order of tables."""
+  """Returns the names of all contenders, in the order of printed tables."""
   return (*EP, *PURE_XLA, *LAYERS)
 
 
@@ -78,7 +78,7 @@ def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
 
 @contextlib.contextmanager
 def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
-  """Makes a contender and closes it at the end. Collective."""
+  """Makes a contender, and closes it when the context ends. Collective."""
   if build := (PURE_XLA | LAYERS).get(name):
     yield build(layout)
     return
@@ -97,7 +97,7 @@ def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
 
 
 class Ep:
-  """The ops of ep."""
+  """The contender that calls the public ops of ep."""
 
   def __init__(self, layer: ep.EpLayerConfig, layout: Layout):
     self._layer = layer
@@ -123,7 +123,7 @@ class Ep:
       w_down=w_down,
     )
 
-  # Both ops are linear, so their transposes need only shapes.
+  # Dispatch and combine are linear: `jax.linear_transpose` needs only shapes.
 
   def dispatch_bwd(self, handle, rows, row_weights):
     shape = self._layout.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures ep's ops and whole layers against alternatives, in one run.
+"""Times ep's ops and whole MoE layers against alternatives, in one run.
 
     bazel run //benchmarks:ep_bench -- --shapes=goals
 
@@ -91,7 +91,7 @@ def worlds():
   try:
     sizes = [_parse_world(world) for world in _WORLDS.value]
     for processes, devices in sizes:
-      list(workloads(processes * devices))  # reports an error only once
+      list(workloads(processes * devices))  # reports errors before launch
   except ValueError as error:
     sys.exit(f"ep_bench: {error}")
   for processes, devices in sizes:
@@ -147,7 +147,7 @@ def workloads(ranks: int):
   """Yields the workload of each shape and dtype.
 
   Raises:
-    ValueError: if flags do not fit each other.
+    ValueError: flags contradict each other.
   """
   with_experts = any(op in LAYERS for op in _ops())
   shapes = workload.parse_shapes(
@@ -176,7 +176,7 @@ def _ops() -> list[str]:
 
 
 def _chosen(flag, default, default_of_gate):
-  """Returns a flag's value, or its default."""
+  """Returns a flag's value, or its default with or without --gate."""
   if flag.value is not None:
     return flag.value
   return default if _GATE.value is None else default_of_gate

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges written by hand in JAX.
+"""Dispatch and combine, written by hand in JAX.
 
 contenders.py specifies the methods. `prepare` computes all values that depend
 only on the routing. Padding rows of a block have arbitrary values, because no
@@ -18,9 +18,10 @@ from benchmarks.workload import AXIS, Layout
 
 
 def sort_choices(topk_idx, num_experts):
-  """Returns the choices by expert `[T * K]`, and all counts `[P, E]`.
+  """Returns the choices sorted by expert `[T * K]`, and counts `[P, E]`.
 
-  Choice `k` of token `t` has the number `t * K + k`. Unused choices are last.
+  Choice `k` of token `t` has the number `t * K + k`. Unused choices are
+  last. `counts[p, e]` is how often the tokens of rank `p` choose expert `e`.
   """
   experts = topk_idx.reshape(-1)
   experts = jnp.where(experts < 0, num_experts, experts)
@@ -30,19 +31,19 @@ def sort_choices(topk_idx, num_experts):
 
 
 def starts(counts, axis):
-  """Returns the first index of each run, for consecutive runs of `counts`."""
+  """Returns the start of each run, for adjacent runs of `counts` elements."""
   return jnp.cumsum(counts, axis) - counts
 
 
 def take(rows, index, *, zeros):
-  """Returns `rows[index]`; past the end: zeros, or arbitrary rows."""
+  """Returns `rows[index]`; indices past the end give zeros or any rows."""
   if not zeros:
     return rows.at[index].get(mode="clip")
   return rows.at[index].get(mode="fill", fill_value=0)
 
 
 def take_sum(rows, index, dtype):
-  """Returns `sum_k rows[index[:, k]]` in float32; zero past the end."""
+  """Sums `rows[index]` over k in float32; indices past the end give zeros."""
   total = jnp.float32(0)
   for k in range(index.shape[1]):
     total += take(rows, index[:, k], zeros=True).astype(jnp.float32)
@@ -50,14 +51,14 @@ def take_sum(rows, index, dtype):
 
 
 def scale(rows, weights):
-  """Returns the rows times their weights; None stands for 1."""
+  """Returns the rows times their weights; without weights, the rows."""
   if weights is None:
     return rows
   return (rows.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
 
 
 class PaddedScatter:
-  """Sort, padded all_to_all, and a scatter-add in float32.
+  """An exchange by sort, padded all_to_all, and scatter-add in float32.
 
   A rank sorts its choices by expert, which groups them by destination rank.
   Each rank sends every rank a block of `S = pair_rows` rows: first the rows of
@@ -74,17 +75,17 @@ class PaddedScatter:
     size = shape.tokens * shape.top_k
     order, counts = sort_choices(topk_idx, shape.num_experts)
     me = lax.axis_index(AXIS)
-    # The axes are now [source, destination, expert there].
+    # The axes are now [source rank, destination rank, local expert].
     counts = counts.reshape(layout.ranks, layout.ranks, -1)
-    place = jnp.arange(layout.pair_rows, dtype=jnp.int32)  # in a block
+    place = jnp.arange(layout.pair_rows, dtype=jnp.int32)  # row in a block
 
     sent = counts[me].sum(-1, dtype=jnp.int32)[:, None]
     choice = take(order, starts(sent, 0) + place, zeros=False)
     choice = jnp.where(place < sent, choice, size)
 
-    came = counts[:, me]  # [source, expert]
+    came = counts[:, me]  # received rows, [source rank, local expert]
     by_expert = came.sum(0, dtype=jnp.int32)
-    slab = starts(by_expert, 0) + starts(came, 0)  # of each source and expert
+    slab = starts(by_expert, 0) + starts(came, 0)  # start, [source, expert]
     ends = jnp.cumsum(came, 1)
     expert = jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right"))
     expert = expert(ends).clip(max=layout.num_local_experts - 1)
@@ -96,10 +97,10 @@ class PaddedScatter:
     source = jnp.full(layout.capacity, choice.size, jnp.int32)
     home = jnp.full(size, choice.size, jnp.int32)
     return {
-      # [P, S]: the choices to send, and the slots of received rows.
+      # The choices to send and the slots of received rows, both [P, S].
       "choice": choice,
       "slot": slot,
-      # The index in [P * S] of the row of each slot [C] and choice [T, K].
+      # The block row, an index in P * S, of each slot [C] and choice [T, K].
       "source": source.at[slot].set(places, mode="drop"),
       "home": home.at[choice].set(places, mode="drop").reshape(topk_idx.shape),
     }
@@ -137,7 +138,7 @@ class PaddedScatter:
 
 
 class PaddedGather(PaddedScatter):
-  """Gathers each token's returned rows and sums them in registers."""
+  """A `PaddedScatter` whose combine gathers rows, and sums in registers."""
 
   def _sum(self, handle, blocks):
     rows = blocks.reshape(-1, blocks.shape[-1])
@@ -145,7 +146,7 @@ class PaddedGather(PaddedScatter):
 
 
 class Gathered:
-  """All-gather, then reduce-scatter.
+  """An exchange by all-gather in dispatch and reduce-scatter in combine.
 
   Every rank receives all tokens and selects the tokens of its experts. In
   combine each rank sums its experts' outputs per token, and a reduce-scatter
@@ -163,7 +164,7 @@ class Gathered:
       layout.num_local_experts
     )
     mine = (local >= 0) & (local < layout.num_local_experts)
-    # Sort the slots by expert, then by token of all ranks.
+    # Sort the choices of local experts by expert, then by global token.
     key = jnp.where(mine, local, layout.num_local_experts)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     slots = jnp.arange(layout.capacity, dtype=jnp.int32)
@@ -171,7 +172,7 @@ class Gathered:
     choice = jnp.where(slots < mine.sum(), order, mine.size)
     slot = jnp.full(mine.size, layout.capacity, jnp.int32)
     return {
-      "choice": choice,  # [C], indices into the choices of all ranks
+      "choice": choice,  # [C], the choice of each slot, among all ranks
       "slot": slot.at[choice].set(slots, mode="drop").reshape(all_idx.shape),
     }
 

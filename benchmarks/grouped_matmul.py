@@ -3,11 +3,11 @@
 
     taskset -c 0 ./bazelw run //benchmarks:grouped_matmul
 
-Each program computes a product and its gradients. The grouped matmul and a
-dense matmul of all rows with one matrix take turns. "bytes" is the time of the
-dense matmul plus the time of NumPy copies: each matrix twice into a cache, and
-a cached matrix into a new array per gradient. A grouped matmul is faster only
-if it reads and computes at the same time.
+Each program computes a product and its gradients. Runs of the grouped matmul
+alternate with runs of a dense matmul, of all rows with one matrix. "bytes" is
+the dense time plus the time of NumPy copies: each matrix twice into a cached
+buffer, and the buffer into a new array per gradient. A grouped matmul below
+"bytes" reads and computes at the same time.
 """
 
 from __future__ import annotations

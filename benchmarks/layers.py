@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contenders that compute a whole layer: exchange, experts and weights.
+"""The contenders that compute a whole MoE layer: exchange and experts.
 
-Each has the method
+Each contender has the method
 
   moe(topk_idx, tokens, topk_weights, w_gate, w_up, w_down) -> tokens
 
@@ -39,7 +39,7 @@ def group_sizes(layout: Layout, topk_idx):
 
 
 def dispatch(exchange, handle, tokens, topk_weights):
-  """Calls dispatch of another contender, with dispatch_bwd as derivative."""
+  """Calls `exchange.dispatch`, with its `dispatch_bwd` as derivative."""
   return linear_call(
     lambda handle, args: exchange.dispatch(handle, *args),
     lambda handle, grads: exchange.dispatch_bwd(handle, *grads),
@@ -49,12 +49,12 @@ def dispatch(exchange, handle, tokens, topk_weights):
 
 
 def combine(exchange, handle, rows):
-  """Calls combine of another contender, with combine_bwd as derivative."""
+  """Calls `exchange.combine`, with its `combine_bwd` as derivative."""
   return linear_call(exchange.combine, exchange.combine_bwd, handle, rows)
 
 
 class Sorted:
-  """Sorts rows by expert with the ops of another contender."""
+  """A layer that sorts rows by expert with the ops of another contender."""
 
   def __init__(self, layout: Layout, exchange):
     self._layout = layout
@@ -70,7 +70,7 @@ class Sorted:
 
 
 class Masked:
-  """Applies every expert to every token, most with weight zero."""
+  """A layer that applies every expert to every token, most by weight zero."""
 
   def __init__(self, layout: Layout):
     self._layout = layout
@@ -89,10 +89,10 @@ class Masked:
 
 
 class OneHot:
-  """Dispatches by a product with a one-hot array, as in GShard.
+  """A layer that dispatches by a product with a one-hot array, as in GShard.
 
-  Each rank has a block of `expert_rows` per expert (Lepikhin et al., "GShard",
-  arXiv 2006.16668, algorithm 1; a rank is a group of the paper).
+  Each rank has a block of `expert_rows` rows per expert (Lepikhin et al.,
+  "GShard", arXiv 2006.16668, algorithm 1, whose groups are the ranks).
   """
 
   def __init__(self, layout: Layout):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks every contender's ops, then times them."""
+"""Checks the results of every contender's ops, then times the ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.ops import ALL, compile_op, with_handle
 from benchmarks.report import Result
 from benchmarks.workload import Workload
 
-# The largest absolute error, relative to the largest value of the array.
+# The largest allowed error, relative to the largest value of the array.
 _BOUNDS = {"float32": 2e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 
@@ -31,7 +31,7 @@ def measure(
   ops: Sequence[str],
   rounds: int,
 ) -> dict[str, dict[str, Result]]:
-  """Returns the results by op and contender. Collective.
+  """Checks and times ops; returns results by op and contender. Collective.
 
   The result of every op must be close to the result of `backend="xla"`. Tests
   check that backend against the numeric contract (ep/_src/ops/reference.py).
@@ -68,10 +68,10 @@ def measure(
         outputs = jax.block_until_ready(program(*args))
         memories[op, name] = _sum_over_processes(
           meter.peak_bytes(),
-          # XLA plans for one device.
+          # XLA plans the memory of one device.
           planned.temp_size_in_bytes * mesh.local_mesh.size,
         )
-        if op != "prepare":  # The ops that use the handle check prepare.
+        if op != "prepare":  # contenders' handles differ
           _check(f"{name}: {op}", workload, op, outputs, expected[op])
         del outputs
         runs[op][name] = lambda program=program, args=args: (
@@ -84,12 +84,12 @@ def measure(
         for name, seconds in timing.take_turns(runs[op], rounds).items()
       }
       for op in ops
-      if runs[op]  # Not every contender has every op.
+      if runs[op]  # at least one contender has the op
     }
 
 
 def _check(what, workload, op, outputs, expected) -> None:
-  """Raises `WrongResult` if a shard of this process is wrong."""
+  """Raises `WrongResult` if an output shard of this process is wrong."""
   has_tail = op in ("dispatch", "combine_bwd")
   bound = _BOUNDS[workload.dtype.name]
   for arrays in zip(*map(jax.tree.leaves, (outputs, expected)), strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the peak memory of this process, one run at a time (Linux)."""
+"""Measures how much memory a run adds to this process at its peak (Linux)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
 
 
 class Meter:
-  """Measures the resident memory that a contender adds.
+  """A meter of the resident memory that a contender adds.
 
-  Counts outputs and temporaries, but not inputs and programs. Counts shared
-  memory that was allocated after the meter was made, in every run and in each
-  process that touched it, because a communicator keeps that memory.
+  The meter counts outputs and temporaries, but not inputs and programs. Shared
+  memory from after `__init__` counts in every run, and in each process that
+  touched it, because a communicator keeps its shared memory.
   """
 
   def __init__(self):
     self._shared = _kib("RssShmem")
 
   def start(self) -> None:
-    """Starts a new peak."""
+    """Resets the peak."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # Prevents the reuse of freed memory.
+    ctypes.CDLL(None).malloc_trim(0)  # or freed memory would be reused
     try:
-      _CLEAR_REFS.write_text("5")  # resets the peak, see proc(5)
+      _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
     except OSError:
       self._before = None
       return
     self._before = _kib("VmRSS") - (_kib("RssShmem") - self._shared)
 
   def peak_bytes(self) -> float:
-    """Returns the peak since `start`, or NaN if the kernel cannot reset it."""
+    """Returns the peak since `start`, or NaN if peaks cannot be reset."""
     if self._before is None:
       return float("nan")
     return 1024.0 * max(0, _kib("VmHWM") - self._before)

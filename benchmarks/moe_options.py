@@ -3,9 +3,9 @@
 
     bazel run //benchmarks:moe_options
 
-A program is a layer with the gradients of its parameters, on four devices of
-one process. On each mesh, a layer with the option and a layer without it take
-turns. For replica slots, the routings range from even to one hot rank.
+A program runs a layer forward and backward, on four devices of one process. On
+each mesh, runs with and without the option alternate. Replica slots are also
+measured with unbalanced routings, up to one hot rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import ep
 _PLAIN = ep.MoEConfig(hidden=256, inner=512, num_experts=16, top_k=2)
 _AXES = "dp", "ep"
 _E = np.arange(_PLAIN.num_experts)
-# Added to the experts' logits, whose standard deviation is 1.
+# Offsets of the experts' logits, whose standard deviation is 1.
 _ROUTINGS = {
   "even": 0.0 * _E,
   "zipf 0.5": -np.log(_E + 1) / 2,

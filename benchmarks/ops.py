@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the measured ops, for any contender; they take one rank's arrays."""
+"""The measured ops, which run a contender on one rank's arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.workload import SPEC
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-  """An op.
+  """A measured op.
 
   Attributes:
     run: a function of a contender and the inputs.
@@ -45,20 +45,20 @@ def _round_trip(contender, handle, tokens, topk_weights):
 
 
 def _experts(rows, weights):
-  """Returns the rows, and makes XLA write them to a buffer.
+  """Returns the rows unchanged, and makes XLA write them to memory.
 
   Without experts, XLA fuses the two gathers of a hand-written round trip, even
   through an optimization barrier, and never writes the received rows. A loop of
   0 rounds over the buffer makes XLA write them.
   """
-  rounds = jnp.isnan(weights[0, 0]).astype(jnp.int32)  # 0
+  rounds = jnp.isnan(weights[0, 0]).astype(jnp.int32)  # always 0
   return lax.fori_loop(0, rounds, lambda i, rows: rows.at[i].mul(2), rows)
 
 
 def _moe_grad(contender, topk_idx, *differentiated):
   _, vjp = jax.vjp(functools.partial(contender.moe, topk_idx), *differentiated)
   tokens, *_ = differentiated
-  return vjp(tokens)  # The tokens serve as cotangent.
+  return vjp(tokens)  # the tokens are also the cotangent
 
 
 # The round trip is a MoE layer without experts: combine multiplies the rows by
@@ -87,14 +87,14 @@ LAYERS = {
   "moe_grad": Op(_moe_grad, _MOE_INPUTS),
 }
 
-ALL = ChainMap(LAYERS, OPS)  # Iterates over the last map first.
+ALL = ChainMap(LAYERS, OPS)  # iterates over OPS first
 
 
 def compile_op(op: str, contender, mesh, inputs):
-  """Returns an op, jitted and compiled, and its arguments among the inputs.
+  """Returns the compiled program of an op, and its arguments.
 
-  Compiles by a first call, because JAX takes longer to call a program that was
-  compiled ahead of time.
+  A first call compiles the program, because JAX takes longer to call programs
+  that were compiled ahead of time.
   """
   args = [inputs[name] for name in ALL[op].inputs]
   program = jax.jit(
@@ -111,7 +111,7 @@ def compile_op(op: str, contender, mesh, inputs):
 
 
 def with_handle(contender, mesh, inputs, ops):
-  """Returns the inputs, with the contender's handle if an op takes it."""
+  """Returns the inputs, plus the contender's handle if an op takes one."""
   if not any("handle" in ALL[op].inputs for op in ops):
     return inputs
   prepare, args = compile_op("prepare", contender, mesh, inputs)

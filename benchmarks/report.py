@@ -26,7 +26,7 @@ class Result(NamedTuple):
   """The measurements of one contender.
 
   Attributes:
-    seconds: of each round.
+    seconds: time of each round.
     peak_bytes: resident memory that the op adds, over all processes; or NaN.
     planned_bytes: XLA's temporaries, over all processes.
   """
@@ -40,7 +40,7 @@ Results = Mapping[Case, Mapping[str, Result]]
 
 
 def print_tables(results: Results) -> None:
-  """Prints a table for each case; its ratios are medians over the rounds."""
+  """Prints a table for each case, with medians and ratios over the rounds."""
   for case, of_case in results.items():
     print(f"\n{case.op}  {case.shape}  {case.dtype}  processes {case.world}")
     print(
@@ -58,7 +58,7 @@ def print_tables(results: Results) -> None:
 
 
 def times_best_xla(of_case: Mapping[str, Result]) -> float:
-  """Returns how many times as fast host is as the best pure-XLA contender."""
+  """Returns the time of the best pure-XLA contender over the time of host."""
   host = of_case.get("host")
   rivals = [
     result.seconds
@@ -71,7 +71,7 @@ def times_best_xla(of_case: Mapping[str, Result]) -> float:
 
 
 def print_summary(results: Results) -> None:
-  """Prints geometric means over the shapes."""
+  """Prints the geometric means of `times_best_xla` over the shapes."""
   means: dict[str, list[float]] = {}
   for case, of_case in results.items():
     row = f"{case.world:6} {case.dtype:9} {case.op:13}"
@@ -82,9 +82,9 @@ def print_summary(results: Results) -> None:
 
 
 def gate(results: Results, bound: float) -> bool:
-  """Prints the verdict: whether host is `bound` times as fast as HAND_WRITTEN.
+  """Prints for each case if host is `bound` times as fast as HAND_WRITTEN.
 
-  Returns the verdict for all cases together.
+  Returns whether all cases pass.
   """
   passed = bool(results)
   for case, of_case in results.items():

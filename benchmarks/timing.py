@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times functions that take turns."""
+"""Times functions in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def take_turns(
       start = time.perf_counter()
       result = runs[names[at]]()
       seconds = time.perf_counter() - start
-      del result  # The time of freeing it does not count.
+      del result  # frees the result outside of the timing
       if round >= 0:
         times[at, round] = seconds
   times = multihost_utils.process_allgather(times).reshape(-1, *times.shape)

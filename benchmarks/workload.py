@@ -21,7 +21,7 @@ SPEC = PartitionSpec(AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """T tokens per rank, hidden size H, K choices per token, E experts.
+  """Sizes: T tokens per rank, hidden size H, K choices per token, E experts.
 
   A whole layer also needs F, the inner size of an expert.
   """
@@ -37,7 +37,7 @@ class Shape:
     return "x".join(str(size) for size in sizes if size is not None)
 
 
-# The shapes of docs/performance.md, and the shape of CI's gate.
+# "goals" are the shapes of docs/performance.md; "gate" is for CI's gate.
 NAMED = {
   "goals": (
     Shape(1024, 1024, 2, 16),
@@ -50,11 +50,11 @@ NAMED = {
 
 
 def parse_shapes(names: list[str], *, tokens: int, scale: int) -> list[Shape]:
-  """Returns the shapes of names.
+  """Parses names of shapes.
 
   A name is in `NAMED`, a model of `ep.presets`, "models" for all models, or
-  sizes like "TxHxKxE" or "TxHxKxExF". The layer of a model gets `tokens` per
-  rank, and H and F divided by `scale`.
+  sizes like "TxHxKxE" or "TxHxKxExF". For a model, T is `tokens`, and H and F
+  are divided by `scale`.
   """
   shapes = []
   for name in names:
@@ -87,18 +87,17 @@ def uniform(shape: Shape, ranks: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The sizes that a contender may use before it sees a routing.
+  """The static sizes of a contender's programs.
 
   Attributes:
     ranks: P.
     capacity: C, the rows that a rank can receive.
-    pair_rows: the rows that a rank can send another, for contenders that pad:
-      C / P, or the maximum in this routing if that is larger. With the default
-      capacity no routing overflows. With a smaller capacity, a contender pads
-      as little as possible.
+    pair_rows: rows of the padded block from one rank to another: C / P, or the
+      maximum in this routing if that is larger. With the default capacity no
+      routing overflows. With a smaller capacity, padding is minimal.
     expert_rows: the maximum number of rows from one rank to one expert in this
-      routing, for contenders that pad to it.
-    zero_tail: whether rows past the last received one must be zero.
+      routing, for contenders that pad per expert.
+    zero_tail: whether rows after the last received row must be zero.
   """
 
   shape: Shape
@@ -114,7 +113,7 @@ class Layout:
 
 
 class Workload:
-  """A layout, a routing, a dtype, and the inputs for them."""
+  """A layout, a routing, a dtype, and the input arrays of all ops."""
 
   def __init__(
     self,
@@ -198,14 +197,14 @@ class Workload:
   def _part(self, name: str, sizes: tuple[int, ...], start: int) -> np.ndarray:
     """Returns the shard of an input that begins at `start` of the first axis.
 
-    The numbers repeat a table, which is fast. No two rows are equal, because
-    the length of the table is a prime.
+    The values repeat a random table, to save time. No two rows are equal,
+    because the length of the table is a prime.
     """
     if name == "topk_idx":
       return self.choices[start : start + sizes[0]]
     rng = np.random.default_rng([*name.encode(), start])
     table = rng.standard_normal(1_000_003, np.float32)
-    if name.startswith("w_"):  # Keeps the magnitude of rows.
+    if name.startswith("w_"):  # so products keep the rows' magnitude
       table *= sizes[1] ** -0.5
     is_weight = name.endswith("weights")
     dtype = np.dtype("float32") if is_weight else self.dtype

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of ep_moe.py in one process, with every expert for every token.
+"""Computes the model of ep_moe.py densely: every expert for every token.
 
-`ep_moe.py` checks its results against this file, so the two share no code. It
-computes in float64, so that its own rounding does not count.
+ep_moe.py checks its results against this file, so the two share no code. This
+file computes in one process and in float64, so that its rounding is negligible.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def loss_output_and_grads(params, inputs, targets, top_k: int):
-  """Computes the results of `step` in `ep_moe.py`, on whole arrays."""
+  """Computes the loss, output and gradients of a step, from whole arrays."""
   loss_fn = functools.partial(_loss, top_k=top_k)
   with jax.enable_x64(True):
     params = {name: x.astype(np.float64) for name, x in params.items()}
@@ -27,7 +27,7 @@ def _loss(params, inputs, targets, top_k):
   x = params["embed"][inputs]
   scores = jax.nn.softmax(x @ params["router"])
   order = jnp.argsort(-scores, axis=1, stable=True)
-  chosen = (order.argsort(axis=1) < top_k) * scores  # [N, E], 0 if not chosen
+  chosen = (order.argsort(axis=1) < top_k) * scores  # [N, E], else 0
   shares = chosen / chosen.sum(axis=1, keepdims=True)
 
   def add_expert(total, expert):

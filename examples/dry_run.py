@@ -3,14 +3,14 @@
 
     python examples/dry_run.py
 
-First the program plans the step of a published layer on an abstract mesh of 64
-devices: shapes, bytes of a device, and the program for a TPU. Then it runs the
-same step, with smaller widths, on 8 virtual CPU devices. It checks
+First the script plans the step of a published MoE layer on an abstract mesh of
+64 devices: array shapes, bytes per device, and the lowered program for TPUs.
+Then it runs the same step, scaled down, on 8 virtual CPU devices. It checks
 
 * the results against a dense model;
 * the bits of an exchange against the numeric contract;
 * the collectives of the program against the intended ones;
-* the bytes of a device against its shards.
+* the program's argument bytes against the bytes of a device's shards.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ MODEL = dataclasses.replace(
   fsdp_axis="fsdp",
   tp_axis="tp",
 )
-# The primitives of intended collectives: FSDP gathers matrices and scatters
-# their gradients; the step sums the loss and other gradients. Collectives that
-# XLA adds, because shardings do not fit, have other names.
+# JAX's primitives of the intended collectives: FSDP gathers expert weights and
+# scatters their gradients; the step sums the loss and the other gradients.
+# Collectives that XLA adds to reshard arrays have other names.
 MEANT = ("all_gather", "reduce_scatter", "psum_invariant", "reduce_sum")
 # The largest allowed deviation, relative to an array's largest value.
 BOUND = 2e-5
@@ -60,14 +60,13 @@ def make_step(layer):
 
 
 def descend(state, grads):
-  """Returns the parameters and the momentum after a step."""
   momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
   params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], momentum)
   return {"params": params, "momentum": momentum}
 
 
 def inputs(mesh, cfg, lead, dtype):
-  """Returns the types of a state and a batch, with their shardings."""
+  """Returns the shapes, dtypes and shardings of a state and a batch."""
 
   def put(x, spec):
     sharding = NamedSharding(mesh, spec)
@@ -81,7 +80,6 @@ def inputs(mesh, cfg, lead, dtype):
 
 
 def bytes_of_device(types) -> int:
-  """Returns the bytes of a device's shards."""
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x in jax.tree.leaves(types)
@@ -89,7 +87,7 @@ def bytes_of_device(types) -> int:
 
 
 def plan() -> None:
-  """Prints shapes and bytes of the step on 64 devices, without any device."""
+  """Prints shapes and bytes of the step on 64 devices; needs no device."""
   mesh = AbstractMesh(CLUSTER, AXES, axis_types=(AxisType.Auto,) * len(AXES))
   state, batch = inputs(mesh, MODEL, (64, 4096), jnp.bfloat16)
   tokens = math.prod(batch[0].sharding.shard_shape(batch[0].shape)[:-1])
@@ -118,7 +116,7 @@ def plan() -> None:
 
 
 def compile_step(mesh, cfg, types, backend=None):
-  """Compiles the step for arrays of these types. Its group stays open."""
+  """Compiles the step for these types. The layer's ep group stays open."""
   shardings = jax.tree.map(lambda x: x.sharding, types)
   layer = ep.MoE(cfg, mesh, backend=backend)
   step = jax.jit(make_step(layer), out_shardings=(shardings[0], None))
@@ -134,7 +132,7 @@ def rehearse() -> None:
   values = initial_values(cfg, types[1][0].shape)
   args = jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), values, types)
   wanted = jax.jit(dense_step, static_argnums=0)(cfg, *values)
-  for backend in ("host", "xla"):  # `plan` lowers the step for "xla"
+  for backend in ("host", "xla"):  # `plan` uses "xla"
     check_bits(mesh, cfg, backend)
     print(f"  {backend}: an exchange has the bits of the contract")
     compiled = compile_step(mesh, cfg, types, backend)
@@ -159,8 +157,8 @@ def rehearse() -> None:
 def check_bits(mesh, cfg, backend) -> None:
   """Checks the bits of an exchange against the numeric contract.
 
-  The exchange has no experts, whose results XLA may round differently in each
-  program.
+  The check leaves out the experts, because XLA may round their results
+  differently in each program.
   """
   rng = np.random.default_rng(0)
   x = rng.standard_normal((8 * 16, cfg.hidden), np.float32)
@@ -175,11 +173,11 @@ def check_bits(mesh, cfg, backend) -> None:
       rows, row_weights = ep.ep_dispatch(handle, x, topk_weights)
       return ep.ep_combine(handle, rows, weights=row_weights), topk_weights
 
-    # All tp copies of the exchange must end before the group is closed.
+    # The copies on all tp ranks must end before the group is closed.
     results = jax.block_until_ready(exchange(x, logits))
   y, weights = jax.device_get(results)
   wanted = np.zeros_like(x)
-  for k in range(cfg.top_k):  # in this order, each product and sum rounded
+  for k in range(cfg.top_k):  # ascending k; each product and sum is rounded
     wanted += weights[:, k, None] * x
   np.testing.assert_array_equal(y, wanted)
 
@@ -216,7 +214,7 @@ def dense_step(cfg, state, batch):
 
 
 def relative_deviation(got, wanted) -> float:
-  """Returns the largest deviation over the largest value."""
+  """Returns the largest deviation, relative to the largest wanted value."""
   got, wanted = np.float64(got), np.float64(wanted)
   return float(np.max(np.abs(got - wanted)) / np.max(np.abs(wanted)))
 

@@ -96,7 +96,7 @@ def run_ranks() -> int:
 
 
 def run_step(params, inputs, targets):
-  """Returns the results of a training step by name, and the ranks' traffic."""
+  """Returns a training step's results by name, and each rank's traffic."""
   mesh = ranks.make_mesh()
   params = {
     name: shard(param, mesh, SHARDING[name]) for name, param in params.items()
@@ -143,8 +143,8 @@ def init_params(
 
 def embed_and_route(params, layer: ep.EpLayerConfig, inputs):
   """Maps a rank's `[T]` bytes to `[T, H]` tokens and `[T, K]` choices."""
-  # The lookup is in float32, because its gradient is a sum over all tokens of
-  # the same byte.
+  # The embedding lookup is in float32, because its gradient sums over all
+  # tokens of the same byte.
   tokens = params["embed"].astype(jnp.float32)[inputs]
   logits = tokens @ params["router"]
   tokens = tokens.astype(params["embed"].dtype)
@@ -196,13 +196,13 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
       mesh=mesh,
       in_specs=(SHARDING, TOKENS, TOKENS),
       out_specs=(REPLICATED, TOKENS, SHARDING),
-      check_vma=False,  # each rank's gradient is of its tokens alone
+      check_vma=False,  # gradients differ between ranks until summed
     )
   )
 
 
 def read_text() -> np.ndarray:
-  """Returns the tokens of all ranks, and the byte after them."""
+  """Returns the tokens of all ranks, plus the next byte as last target."""
   count = ranks.num_ranks() * _TOKENS_PER_RANK.value + 1
   try:
     return text.read(ranks.text_path(), count, count)
@@ -211,7 +211,7 @@ def read_text() -> np.ndarray:
 
 
 def shard(array: np.ndarray, mesh, spec: PartitionSpec) -> jax.Array:
-  """Makes a global array from an array that every process has whole."""
+  """Makes a global array; every process passes the whole array."""
   return jax.make_array_from_process_local_data(
     NamedSharding(mesh, spec), array, array.shape
   )
@@ -226,7 +226,7 @@ def fetch(mesh, tree):
 
 
 def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
-  """Returns the traffic and the times of dispatch and combine, each `[R]`."""
+  """Returns ranks' traffic and times of dispatch and combine, each `[R]`."""
   tokens, topk_idx, topk_weights = jax.jit(
     lambda params, inputs: embed_and_route(params, layer, inputs)
   )(params, inputs)
@@ -240,7 +240,7 @@ def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
   times = jax.make_array_from_callback(
     (mesh.size, 2),
     NamedSharding(mesh, TOKENS),
-    lambda _: np.array([times], np.float32),  # for each rank of this process
+    lambda _: np.array([times], np.float32),  # equal on a process's ranks
   )
   topk_idx, times, handle = fetch(mesh, (topk_idx, times, handle))
   loads = handle.token_counts
@@ -255,7 +255,7 @@ def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
 
 
 def median_time(fn, *args) -> float:
-  """Returns the median time of 10 runs in seconds, after one to compile."""
+  """Returns the median seconds of 10 runs, after a first run that compiles."""
   times = []
   for _ in range(11):
     start = time.perf_counter()
@@ -278,7 +278,7 @@ def relative_deviations(actual, expected) -> dict[str, float]:
   def deviation(got, want):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     largest = np.max(np.abs(want))
-    # With top_k = 1 the gradient of the router is zero except for rounding.
+    # With top_k = 1 the router's gradient is zero, apart from rounding.
     return float(np.max(np.abs(got - want)) / max(largest, 1e-8))
 
   return {name: deviation(actual[name], expected[name]) for name in expected}

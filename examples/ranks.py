@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the programs: the flags of a (dp, ep) mesh, and its ranks."""
+"""Defines the flags of a (dp, ep) mesh, and starts its ranks."""
 
 from collections.abc import Callable
 import os
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from ep import launch
 import text
 
-AXES = "dp", "ep"  # of the mesh
+AXES = "dp", "ep"  # the mesh axes
 
 DP = flags.DEFINE_integer("dp", 2, "data-parallel size of the mesh", 1)
 EP = flags.DEFINE_integer("ep", 2, "expert-parallel size of the mesh", 1)
@@ -34,7 +34,7 @@ _TEXT = flags.DEFINE_string(
 
 
 def require(names: str, message: str, holds: Callable[..., bool]) -> None:
-  """Makes the parser check flags, whose names are separated by spaces."""
+  """Makes the parser check flags; spaces separate the names of the flags."""
   flags.register_multi_flags_validator(
     names.split(), lambda values: holds(*values.values()), message
   )
@@ -62,7 +62,7 @@ def num_ranks() -> int:
 
 
 def make_mesh(dp: int | None = None, ep: int | None = None) -> Mesh:
-  """Returns a (dp, ep) mesh; the flags are the sizes that are not passed."""
+  """Returns a (dp, ep) mesh; by default, its sizes are the flags."""
   sizes = dp or DP.value, ep or EP.value
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2)
 
@@ -81,11 +81,12 @@ def launch_ranks(program: str) -> int:
 
 
 def initialize(threads: int) -> None:
-  """Joins this process to the others.
+  """Joins this process to the other ranks.
 
   Args:
-    threads: threads of XLA on CPU. XLA may split the sum of a matmul by this
-      number, so it must not depend on the number of processes or the machine.
+    threads: threads of XLA on CPU. XLA may split the sum of a matmul into as
+      many sums, so the value must not depend on the number of processes or on
+      the machine.
   """
   os.environ["NPROC"] = str(threads)
   # XLA's transport between processes prints on file descriptor 1. Keep these

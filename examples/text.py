@@ -19,10 +19,9 @@ def standard_library() -> pathlib.Path:
 def read(path: pathlib.Path, limit: int, least: int = 0) -> np.ndarray:
   """Returns the first bytes of a file, or of a folder's files in name order.
 
-  Skips files with a zero byte, which are not text, and links to nothing.
+  Skips files with a zero byte, which are not text, and broken links.
 
   Args:
-    path: a file or folder.
     limit: the largest number of bytes.
     least: the smallest number of bytes.
 

@@ -35,7 +35,7 @@ import ranks
 
 FLAGS = flags.FLAGS
 
-# The model. A flag for a field of `model.Config` has the name of the field.
+# Flags of the model. A flag for a field of `model.Config` has its name.
 flags.DEFINE_integer("layers", 4, "layers, all with experts", 1)
 flags.DEFINE_integer("hidden", 128, "hidden size", 1)
 flags.DEFINE_integer("inner", 256, "inner size of an expert", 1)
@@ -49,7 +49,7 @@ _DENSE = flags.DEFINE_bool(
   "dense", False, "also train a dense model of the same active size"
 )
 
-# Data and training.
+# Flags of the data and the training.
 flags.DEFINE_integer("batch", 16, "windows of text in a step", 1)
 _SHARDS = flags.DEFINE_integer(
   "shards", 4, "shards of a batch; a rank works on one shard at a time", 1
@@ -68,7 +68,7 @@ flags.DEFINE_float(
 )
 flags.DEFINE_integer("seed", 0, "seed of parameters and data", 0)
 
-# The run.
+# Flags of the run.
 _STEPS = flags.DEFINE_integer("steps", 600, "last step of the run", 1)
 _EXTEND = flags.DEFINE_integer(
   "extend", None, "instead of --steps: number of further steps", 1
@@ -82,7 +82,7 @@ _TRACE = flags.DEFINE_string(
   "trace", None, "trace of all ranks, explained at the end: *.json.gz"
 )
 
-_EVALUATE_EVERY = 50  # steps
+_EVALUATE_EVERY = 50  # steps from one evaluation to the next
 
 flags.adopt_module_key_flags(ranks)
 ranks.require(
@@ -121,7 +121,7 @@ ranks.require(
 def main(argv) -> int:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  logging.set_verbosity(logging.FATAL)  # orbax logs the errors that it raises
+  logging.set_verbosity(logging.FATAL)  # orbax logs errors that it also raises
   if launch.inside_launcher():
     return run_ranks()
   try:
@@ -140,7 +140,7 @@ def run_ranks() -> int:
   try:
     run()
   except (Stop, OSError) as error:
-    # All processes raise the same `Stop`; a single one can raise an OSError.
+    # All processes raise the same `Stop`; one process alone can raise OSError.
     if jax.process_index() == 0 or isinstance(error, OSError):
       print(f"train_moe_lm: {error}")
     return 1
@@ -162,7 +162,7 @@ def config() -> model.Config:
 
 
 def run() -> None:
-  """Trains from the last checkpoint, if there is one; prints the results."""
+  """Trains the models, from their last checkpoints if any; prints results."""
   cfg = config()
   text = data.read(ranks.text_path(), cfg.length)
   out, picture, trace = (
@@ -191,7 +191,7 @@ def run() -> None:
     _, dense = train(
       cfg.dense,
       model.dense_layer,
-      ranks.make_mesh(dp=mesh.size, ep=1),  # one expert cannot be split
+      ranks.make_mesh(dp=mesh.size, ep=1),  # ep=1: one expert cannot be split
       text,
       out and out / "dense",
       last=int(state.step),
@@ -225,9 +225,7 @@ def train(
   """Trains a model, from its last checkpoint in `out` if there is one.
 
   Args:
-    cfg: the configuration of the run.
     layer: the feed-forward layer, as in `model.apply`.
-    mesh: the mesh of the ranks.
     text: the text to train on and to evaluate on.
     out: the folder of the run.
     last: the last step; by default from the flags.
@@ -296,7 +294,6 @@ def train(
 
 
 def describe(cfg: model.Config, state: State) -> str:
-  """Describes the model in a line."""
   count = sum(x.size for x in jax.tree.leaves(state.params))
   inside = f"of {cfg.num_experts} experts, top {cfg.top_k}"
   inside += f", with {cfg.wire} rows" if cfg.wire else ""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools around a run; the core in ep/_src imports none of them."""
+"""Tools to plan, record, trace and debug runs; ep/_src imports none."""

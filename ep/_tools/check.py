@@ -24,7 +24,6 @@ _DISTRIBUTION = "jax-ep"
 
 
 def main(args: list[str]) -> int:
-  """Prints the report; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m ep check",
     description="Prints installed versions and usable backends.",
@@ -60,7 +59,7 @@ def main(args: list[str]) -> int:
   outcomes = {name: _probe(name) for name in BACKENDS}
   default = NATIVE.get(devices[0].platform, "xla")
   if isinstance(outcomes[default], CannotServe):
-    default = "xla"  # ep_bootstrap does the same
+    default = "xla"  # ep_bootstrap also falls back to "xla"
   for name, found in outcomes.items():
     label = f"{name:4} {'(the default) ' if name == default else ''}"
     if isinstance(found, Exception):

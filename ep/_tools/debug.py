@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plot_routing: draws the routing of a step, before any exchange."""
+"""Draws the routing of a step, as text or as a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from ep._src.group.group import EpLayerConfig
 from ep._tools.records import expert_loads
 
-_COLUMNS, _LINES, _BAR = 64, 32, 56  # of a text picture, in characters
+_COLUMNS, _LINES, _BAR = 64, 32, 56  # text picture, in characters
 _SHADES = " .:-=+*#%@"
 
 

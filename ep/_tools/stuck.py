@@ -11,9 +11,9 @@ For each group of the backend "host" it prints:
 * the Python stacks of a process with a rank that has been in no op for a second
 
 The native engine of each group publishes its state at least once per second, in
-an anonymous file, so the report needs no answer from the processes. Only the
-stacks do: a signal asks the process to write them. For groups of other
-backends, the command prints only the stacks.
+an anonymous file, so the report of states needs no answer from the processes.
+For stacks, a signal asks a process to write its stacks to another such file.
+For groups of other backends, the command prints only the stacks.
 
 Any process of this user can publish such a file, so the command does not trust
 their contents. This file imports neither JAX nor the rest of the package, so on
@@ -39,9 +39,9 @@ import typing
 from typing import Any, BinaryIO, TypeVar
 
 _HEADER = struct.Struct("=8sQQQQ")  # see shared_text.h
-_MAX_BYTES = 1 << 26  # of a state, or of stacks
+_MAX_BYTES = 1 << 26  # limit for a state, or for stacks
 _IDLE_S = 1.0  # asks for the stacks of a rank after this time without an op
-_ANSWER_S = 0.6  # waits for stacks
+_ANSWER_S = 0.6  # limit of the wait for stacks
 _QUIET_S = 0.05  # takes stacks as complete after this time without new bytes
 _OLD_S = 3.0  # reports the age of an older state
 _Class = TypeVar("_Class")
@@ -52,7 +52,7 @@ class Wait:
   """An op in which ranks wait. All times are of time.monotonic()."""
 
   op: str
-  waiting: str  # the ranks
+  waiting: str  # the ranks that wait
   missing: str
   since: float
 
@@ -70,7 +70,7 @@ class Other:
 class Record:
   """The state of a group, as one process published it."""
 
-  pid: int  # in the process's own namespace
+  pid: int  # the process's id in its PID namespace
   time: float
   group: str
   job: str  # equal on all processes of a run; "" for a single process
@@ -96,7 +96,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-  """A process that has groups."""
+  """A process that has groups of ep."""
 
   pid: int
   records: tuple[Record, ...]
@@ -105,7 +105,7 @@ class Process:
 
 
 def _read(cls: type[_Class], fields: Any, **known: Any) -> _Class:
-  """Makes a dataclass from `known` values, and others from `fields`."""
+  """Makes a dataclass from `known` values and from JSON values in `fields`."""
   for name, kind in typing.get_type_hints(cls).items():
     if name not in known:
       known[name] = _value(fields, name, kind)
@@ -113,7 +113,7 @@ def _read(cls: type[_Class], fields: Any, **known: Any) -> _Class:
 
 
 def _value(fields: Any, name: str, kind: type) -> Any:
-  """Returns a value; raises `ValueError` unless it has exactly this type."""
+  """Returns a field of a JSON object; raises `ValueError` for another type."""
   value = fields.get(name) if isinstance(fields, dict) else None
   if type(value) is not kind:
     raise ValueError(f'it has no field "{name}" that is a {kind.__name__}')
@@ -131,17 +131,16 @@ def _printable(text: str) -> str:
 
 
 def find(pids: Iterable[int]) -> list[Process]:
-  """Returns the processes that have groups."""
+  """Returns the processes that have groups of ep."""
   found = []
   for pid in pids:
-    with contextlib.suppress(OSError):  # it has ended, or is not readable
+    with contextlib.suppress(OSError):  # not readable, or not alive
       if (process := _read_process(pid)) is not None:
         found.append(process)
   return found
 
 
 def own_pids() -> Iterator[int]:
-  """Yields the processes of this user."""
   for entry in os.scandir("/proc"):
     with contextlib.suppress(OSError):
       if entry.name.isdecimal() and entry.stat().st_uid == os.geteuid():
@@ -150,7 +149,7 @@ def own_pids() -> Iterator[int]:
 
 def _read_process(pid: int) -> Process | None:
   records, faults, stacks = [], [], None
-  # The id in the process's own namespace. A forked child inherits the files of
+  # The process's id in its PID namespace. A forked child inherits the files of
   # its parent, which contain the parent's id.
   inside = int((_status(pid, "NSpid") or str(pid)).split()[-1])
   for entry in os.scandir(f"/proc/{pid}/fd"):
@@ -195,7 +194,7 @@ def _read_text(path: str) -> bytes:
         raise ValueError(f"it has {size} bytes in a buffer of {max_bytes}")
       at = _HEADER.size + number % 2 * max_bytes
       text = os.pread(file, size, at)
-      if os.pread(file, 16, 0) == header[:16]:  # it did not change meanwhile
+      if os.pread(file, 16, 0) == header[:16]:  # no new text meanwhile
         return text
     raise ValueError("it changes too fast")
   finally:
@@ -251,7 +250,7 @@ class _Request:
       if not int(_status(process.pid, "SigCgt"), 16) >> (number - 1) & 1:
         return f"it does not catch the signal {number} any more"
       file = os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC), "r+b", 0)
-      # Meanwhile the descriptor's number may have become another file.
+      # The process may have reused the descriptor's number for another file.
       if not _is_memory(f"/proc/self/fd/{file.fileno()}", r"ep_stacks_\d+_\d+"):
         return "it has closed the file for its stacks"
       try:
@@ -266,11 +265,11 @@ class _Request:
     return ""
 
   def size(self) -> int:
-    """Returns the number of bytes written so far; 1 without a request."""
+    """Returns the bytes of stacks written so far; 1 if none were requested."""
     return os.fstat(self._file.fileno()).st_size if self._file else 1
 
   def answer(self) -> str:
-    """Returns the stacks, or why there are none. Call it once."""
+    """Returns the stacks, or why there are none. May be called once."""
     if not self._file:
       return self._refusal
     with self._file as file:
@@ -355,7 +354,6 @@ def _lines_of_records(records: list[Record]) -> Iterator[str]:
 
 
 def report(processes: list[Process]) -> Iterator[str]:
-  """Yields the lines of the report."""
   requests = {p.pid: r for p in processes if (r := _request(p))}
   for records in _groups(processes):
     yield from _lines_of_group(records)
@@ -379,7 +377,6 @@ def report(processes: list[Process]) -> Iterator[str]:
 
 
 def _number(text: str) -> str:
-  """Checks that a text has decimal digits only."""
   if not text.isdecimal():
     raise argparse.ArgumentTypeError(f"{text!r} is no process id")
   return text

@@ -8,8 +8,8 @@ and differs from the default in two ways:
 * It never declares a rank dead, because JAX would then abort all other ranks.
 * A rank that ends does not wait for the others, which may have died.
 
-JAX's option `recoverable` would also restart a failed barrier for each late
-rank.
+JAX's option `recoverable` is no alternative, because it also restarts a failed
+barrier for each late rank.
 
 This program does not import JAX, which would add a second to every launch.
 """

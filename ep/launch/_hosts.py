@@ -28,10 +28,10 @@ class Host:
 
   def __init__(self, name: str, connection: socket.socket):
     self.name = name
-    self.code: int | None = None  # None while it runs
+    self.code: int | None = None  # exit code; None while the host runs
     self.end = ""  # describes a failure
     self.ended_at = 0.0
-    # The other host prints these two.
+    # Empty, because the other host prints its cause and the path of its log.
     self.cause = ""
     self.where = ""
     self._is_told = False
@@ -44,7 +44,7 @@ class Host:
       ("TCP_KEEPCNT", _PROBES),
       ("TCP_USER_TIMEOUT", 1000 * _PROBE_S * (1 + _PROBES)),
     ]:
-      if hasattr(socket, option):  # on Linux
+      if hasattr(socket, option):  # Linux has all of these options
         level = socket.IPPROTO_TCP
         connection.setsockopt(level, getattr(socket, option), value)
 
@@ -101,13 +101,12 @@ def join(
   common: Mapping[str, int],
   timeout_s: float,
 ) -> list[Host]:
-  """Waits for all hosts; returns the launchers that this one talks to.
+  """Waits for all hosts; returns the launchers that this launcher talks to.
 
-  Host 0 talks to all others, and each of them to host 0.
+  Host 0 talks to all other hosts, and each other host to host 0.
 
   Args:
     stack: closes the connections.
-    host_id: the index of this host.
     coordinator: an address of host 0 and a port, as host:port.
     common: arguments by name that must be equal on all hosts, with "num_hosts".
     timeout_s: the limit for all hosts to connect.
@@ -199,7 +198,7 @@ def _gather(
         theirs = host.receive(_HELLO_S)
         number = theirs.pop("host_id")
       except (OSError, ValueError, KeyError, AttributeError):
-        continue  # not a launcher
+        continue  # the sender is no launcher
       wrong = _difference(common, number, theirs)
       if number in joined:
         wrong = (

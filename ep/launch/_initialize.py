@@ -8,10 +8,10 @@ import os
 from ep._src.base import arguments, processes
 from ep._src.native import gpus
 
-# Variables with the number of processes, by launchers that JAX does not detect.
+# The number of processes: variables of launchers that JAX does not detect.
 _COUNTS_OF_PROCESSES = (
   "JAX_NUM_PROCESSES",
-  "OMPI_COMM_WORLD_SIZE",  # Open MPI 5; JAX detects 4
+  "OMPI_COMM_WORLD_SIZE",  # Open MPI 5; JAX detects only Open MPI 4
   "PMI_SIZE",  # MPICH, Intel MPI
   "WORLD_SIZE",  # torchrun
 )
@@ -27,8 +27,8 @@ def initialize() -> None:
 
   The launcher is `launch`, another program that sets the variables of the
   module's docstring, or a launcher that JAX detects and asks for missing
-  values. Does nothing without a launcher, or for a single rank. Call it before
-  anything else touches JAX devices. A second call does nothing.
+  values. Without a launcher, or for a single rank, this function does nothing.
+  Call it before anything else touches JAX devices. Later calls do nothing.
 
   Afterwards an uncaught exception terminates this rank immediately, as under
   `python -m mpi4py`. Python's orderly exit could wait for programs on the
@@ -41,7 +41,7 @@ def initialize() -> None:
       others.
     ValueError: JAX_COORDINATOR_ADDRESS is not host:port.
   """
-  import jax  # takes a second, and a launching process does not need it
+  import jax  # this import takes a second; launching processes skip it
 
   from ep._src.base import compat
   from ep._src.group import ending, liveness
@@ -70,7 +70,7 @@ def initialize() -> None:
 
 
 def _check_alone() -> None:
-  """Raises `RuntimeError` if JAX does not detect this process's launcher."""
+  """Raises `RuntimeError` if JAX does not detect the launcher in use."""
   for name in _COUNTS_OF_PROCESSES:
     if os.environ.get(name, "1") != "1":
       raise RuntimeError(

@@ -23,7 +23,7 @@ from ep.launch import _supervision as supervision
 
 _COORDINATOR = str(pathlib.Path(__file__).parent / "_coordinator.py")
 
-# Variables of CPU ranks. XLA allocates every result with malloc, which by
+# Environment of CPU ranks. XLA allocates every result with malloc, which by
 # default returns large blocks to the kernel. The kernel then has to zero their
 # pages again, which takes longer than an exchange (docs/performance.md).
 _KEEP_MEMORY = {
@@ -223,10 +223,10 @@ def launch(
 def _reserved_port() -> Iterator[int]:
   """Reserves a port of the loopback interface, and yields it.
 
-  The socket stays bound: between a close and the bind of the service, another
-  program could take the port. With SO_REUSEPORT, the kernel gives the port to
-  no other socket, but a server of the same user with this option (gRPC sets it)
-  can bind it.
+  The socket stays bound: otherwise another program could take the port before
+  the service binds it. With SO_REUSEPORT, the kernel gives the port to no other
+  socket, but a server of the same user with this option (gRPC sets it) can bind
+  the port.
   """
   with socket.socket() as holder:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -262,7 +262,7 @@ def _rank_env(
   env = {
     **_python_env(env),
     "JAX_COORDINATOR_ADDRESS": coordinator,
-    "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:0",  # for rank 0's own service
+    "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:0",  # rank 0's unused service
     "JAX_NUM_PROCESSES": str(num_processes),
     "JAX_PROCESS_ID": str(index),
     "JAX_ENABLE_PREEMPTION_SERVICE": env.get(
@@ -278,5 +278,5 @@ def _rank_env(
 
 
 def _python_env(env: Mapping[str, str]) -> dict[str, str]:
-  # A Bazel launcher may have changed only sys.path.
+  # A Bazel launcher may have changed sys.path, but not PYTHONPATH.
   return {**env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

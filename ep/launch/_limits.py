@@ -40,6 +40,6 @@ def _memory() -> int:
   """Returns the memory of this host or its container, in bytes."""
   found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
   for path in _MEMORY_LIMITS:
-    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
       found.append(int(pathlib.Path(path).read_text()))
   return min(found)

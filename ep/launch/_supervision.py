@@ -35,7 +35,7 @@ _KILL_AFTER_S = 3.0  # time for a rank to dump its stacks, until it is killed
 _TAIL_LINES = 40
 _TIMED_OUT = 124  # the exit code of timeout(1)
 
-# The lines of a traceback before its exception, and the last line of C++ code
+# A line of a traceback before its exception, and the last log line of C++ code
 # that aborts.
 _FRAME = re.compile(r'  File ".*", line \d+(, in |$)')
 _FATAL = re.compile(r"F\d{4} \d\d:\d\d:\d\d")
@@ -55,7 +55,7 @@ class Process:
     self.name = name.replace("_", " ")
     self.log = log
     self.where = f"; its log is {log}"
-    self.code: int | None = None  # None while it runs, -n after signal n
+    self.code: int | None = None  # exit code; None: running, -n: signal n
     self.ended_at = 0.0  # earliest known time of its end
     self._state = state
     with log.open("wb") as stdout:
@@ -78,7 +78,7 @@ class Process:
       # Sorts a killed rank before ranks that failed because of its death.
       latest = time.monotonic() - (_POLL_S if self.code < 0 else 0)
       self.ended_at = processes.time_told(self._state, "ending") or latest
-      with contextlib.suppress(OSError):  # no process is left
+      with contextlib.suppress(OSError):  # the group has no process left
         os.killpg(self._process.pid, signal.SIGKILL)
     return self.code is None
 
@@ -100,12 +100,12 @@ class Process:
 
   @property
   def was_alone(self) -> bool:
-    """Whether it exited with 0 before it joined the others."""
+    """Whether the process exited with 0 before it joined the other ranks."""
     return self.code == 0 and not self.told("joined")
 
   @property
   def cause(self) -> str:
-    """The line of its log that explains the failure, or ""."""
+    """The line of the log that explains the failure of the process, or ""."""
     lines = self.log.read_text(errors="replace").splitlines()
     if fatal := [line for line in lines if _FATAL.match(line)]:
       return fatal[-1]
@@ -118,7 +118,7 @@ class Process:
 
   @property
   def end(self) -> str:
-    """A description of its end."""
+    """A description of how the process ended."""
     if self.was_alone:
       return (
         "ended with exit code 0 before it joined the other ranks, which wait"
@@ -141,8 +141,8 @@ def watch(
   """Waits for the ranks, ends them as `launch` documents, and reports.
 
   Also waits for the `peers`, and sends each one the result when everything else
-  has ended. If one of the `others` ends, that is a failure, whatever its exit
-  code.
+  has ended. If one of the `others` (the coordination service) ends, that is a
+  failure, whatever its exit code.
   """
   timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
   watched: list[Process | hosts.Host] = [*ranks, *others, *peers]
@@ -180,10 +180,10 @@ def watch(
 
     wait(timeout_at, lambda: signals or failed)
     grace_at = min(timeout_at, _in(grace_s))
-    if failed:  # a rank that is still ending may have failed before
+    if failed:  # a rank that is still ending may have failed first
       wait(grace_at, lambda: signals or not is_ending())
     for peer in peers:
-      if peer not in failed or not peer.code:  # it does not know of a failure
+      if peer not in failed or not peer.code:  # this peer reported no failure
         peer.tell(*_end(signals, failed))
     if failed and not signals:
       wait(grace_at, lambda: signals)
@@ -195,7 +195,7 @@ def watch(
     late = [p for p in watched if p not in (*ended, *others)]
     stuck = [rank for rank in ranks if rank in late]
     for rank in stuck:
-      rank.send_signal(signal.SIGABRT)  # its faulthandler dumps the stacks
+      rank.send_signal(signal.SIGABRT)  # faulthandler dumps the rank's stacks
     wait(_in(_KILL_AFTER_S))
 
   if signals:
@@ -217,14 +217,14 @@ def watch(
 
 
 def _alone(ranks: Sequence[Process]) -> str:
-  """Returns the message to other hosts about a rank that ended alone, or ""."""
+  """Returns a message for other hosts if a rank ended before joining, or ""."""
   return next((f"says: {r.name} {r.end}" for r in ranks if r.was_alone), "")
 
 
 def _end(
   signals: Sequence[int], failed: Sequence[Process | hosts.Host]
 ) -> tuple[int, str]:
-  """Returns the message to other hosts about the end of this launcher."""
+  """Returns the exit code of this launcher, and a message to other hosts."""
   if signals:
     name = signal.Signals(signals[0]).name
     return 128 + signals[0], f"was ended by {name}"
@@ -234,7 +234,7 @@ def _end(
 
 
 def _exit_code(first: Process | hosts.Host) -> int:
-  code = first.code or 1  # a coordinator never ends
+  code = first.code or 1  # also if the coordinator exited with 0
   return 128 - code if code < 0 else code
 
 
@@ -243,7 +243,7 @@ def _in(seconds: float) -> float:
 
 
 def _report(process: Process | hosts.Host, what: str, shown: bool) -> None:
-  """Prints the end of a process, and of its log unless rank 0's was shown."""
+  """Prints how a process ended, and the last lines of its log unless shown."""
   _say_of(process, what)
   if not shown:
     lines = process.last_lines(_TAIL_LINES)

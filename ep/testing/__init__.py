@@ -3,7 +3,7 @@
 
 A transport is a pair of functions, dispatch and combine, from any library. It
 declares its properties (padding, gradients, overflow and so on), and `check`
-runs the rules for these properties on drawn sizes and routings:
+runs the rules for these properties on random sizes and routings:
 
     mine = ep.testing.Transport(name="mine", build=build, gradients=True)
     print(ep.testing.check(mine))  # a table of the rules and their results

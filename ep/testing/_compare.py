@@ -11,12 +11,12 @@ import numpy as np
 
 from ep.testing import _numbers
 
-# Describes an index.
+# A function that describes an index of an array.
 Where = Callable[[tuple[int, ...]], str]
 
 
 class Expected(NamedTuple):
-  """An expected array, and the unit of errors.
+  """An expected array, and the unit in which errors are measured.
 
   Attributes:
     value: the array, in the dtype of the result.
@@ -47,8 +47,6 @@ def compare(
 
   Args:
     what: names the array in an error message.
-    got: the result.
-    expected: the array of the oracle.
     limit: largest allowed error in units, or `expected.least_limit` if that is
       larger; 0 demands equal bits.
     only: a mask of the values to compare, along the leading axes.

@@ -87,12 +87,12 @@ class Setting:
 
   @property
   def ep_size(self) -> int:
-    """P."""
+    """The number of ranks, P."""
     return self.mesh.size
 
   @property
   def num_local_experts(self) -> int:
-    """L."""
+    """The number of experts of a rank, L."""
     return self.num_experts // self.ep_size
 
 
@@ -130,8 +130,8 @@ Order = Literal["source", "any"]
 Tail = Literal["zero", "unspecified"]
 Overflow = Literal["drop", "error", None]
 
-# The allowed values of a field by its annotation; or its type, and the words
-# for an error message.
+# By the annotation of a field: its allowed values, or its type and the name of
+# the type in an error message.
 _LITERALS = {
   name: get_args(kind)
   for name, kind in dict(Order=Order, Tail=Tail, Overflow=Overflow).items()

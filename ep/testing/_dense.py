@@ -50,7 +50,7 @@ class LayerTrial(Trial):
 
 
 class DenseOracle(Oracle):
-  """The expected results for one routing."""
+  """The expected results of a layer for one routing."""
 
   numbers = ("normal",)
 

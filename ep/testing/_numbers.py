@@ -11,8 +11,8 @@ def with_specials(rng: np.random.Generator, rows: np.ndarray) -> np.ndarray:
   """Puts special values into half of the rows `[..., H]`.
 
   A quarter of the rows has only zeros and numbers close to the smallest normal
-  number. In another quarter, half of the values are any special ones, whose
-  sums are mostly infinite or NaN.
+  number. In another quarter, half of the values are special values of any kind;
+  sums of these rows are mostly infinite or NaN.
   """
   values = special_values(rows.dtype)
   small = values[np.abs(values) < 1e-3]
@@ -32,7 +32,7 @@ def special_values(dtype: np.dtype) -> np.ndarray:
   infinity, least_normal, one = (
     int(bits(np.array(x, dtype))) for x in (np.inf, jnp.finfo(dtype).tiny, 1)
   )
-  quiet = least_normal >> 1  # the first bit of the mantissa
+  quiet = least_normal >> 1  # the first mantissa bit, set in quiet NaNs
   magnitudes = [0, 1, 5, least_normal - 1, least_normal, least_normal + 1]
   magnitudes += [2 * least_normal + 1, one, infinity - 1, infinity]
   magnitudes += [infinity + 1, infinity + quiet - 1, infinity + quiet + 1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a rank that _ranks.py starts: LOCATION TASK FOLDER SEED."""
+"""Runs a task in a rank of _ranks.py; arguments: LOCATION TASK FOLDER SEED."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ep.testing._declarations import Subject
 from ep.testing._rules import error_of, RULES
 from ep.testing._variants import Bench, Draw, USUAL, Variant
 
-Note = dict[str, Any]  # the results of a process, for _ranks.py
+Note = dict[str, Any]  # results of a process, which _ranks.py reads
 
 
 def processes(subject: Subject, seed: int) -> Note:
-  """Checks one routing of each rule that starts no processes."""
+  """Checks each rule that starts no processes, with one routing."""
   bench, worst = Bench(subject), 0.0
   for rule in RULES.values():
     if rule.starts_ranks or rule.left_out(subject):
@@ -41,8 +41,8 @@ def processes(subject: Subject, seed: int) -> Note:
 def disagreement(subject: Subject, seed: int) -> Note:
   """Runs a step in which one process has another hidden size.
 
-  Two builds of equal sizes come first, because an error of every second build
-  is not an error about the disagreement.
+  Two builds of equal sizes come first. Otherwise a transport whose second build
+  always fails would seem to report the disagreement.
   """
   variant = _usual(subject, seed)
   for _ in range(2):

@@ -22,8 +22,8 @@ from ep import launch
 from ep.testing._declarations import Subject
 
 PROCESSES, DEVICES = 2, 2
-_START_S = 120.0  # for imports and compilation
-_LINES = 15  # of the log of a process without a note
+_START_S = 120.0  # limit for imports and compilation
+_LINES = 15  # shown of the log of a process without a note
 _POLL_S = 0.02
 
 

@@ -111,7 +111,7 @@ class Report:
 def _plan(
   subject: Subject, rules: Collection[str] | None, seed: int
 ) -> Iterator[tuple[Rule, list[Case], str]]:
-  """Yields each rule with its cases, or with the reason for having none."""
+  """Yields each rule with its cases, or with the reason why it has none."""
   if not isinstance(subject, Transport | Layer):
     raise TypeError(
       f"ep.testing: subject={subject!r} has to be an ep.testing.Transport or an"

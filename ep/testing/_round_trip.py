@@ -114,7 +114,7 @@ class RoundTrip(Trial):
 
 
 class RoundTripOracle(Oracle):
-  """The expected results, and the source of each row.
+  """The expected results of a transport, and the source of each row.
 
   Attributes:
     expert: `[P, C]`, the local expert of each row, and L in the tail.
@@ -144,12 +144,12 @@ class RoundTripOracle(Oracle):
 
   @property
   def holds_token(self) -> np.ndarray:
-    """Whether each of all rows `[P * C]` has a token."""
+    """A mask of all rows `[P * C]`: True if the row has a token."""
     return self.source[..., 0].reshape(-1) >= 0
 
   @property
   def in_tail(self) -> np.ndarray:
-    """Whether each of all rows `[P * C]` is after its rank's last segment."""
+    """A mask of all rows `[P * C]`: True after the last segment of a rank."""
     in_tail: np.ndarray = self.expert == self._setting.num_local_experts
     return in_tail.reshape(-1)
 
@@ -165,7 +165,7 @@ class RoundTripOracle(Oracle):
     return other
 
   def observed(self, rows: np.ndarray, tokens: np.ndarray) -> RoundTripOracle:
-    """Returns an oracle whose segments have the order of `rows`."""
+    """Returns an oracle that expects segments in the order of `rows`."""
     setting = self._setting
     tokens = self._by_rank(tokens)
     rows = rows.reshape(*self.expert.shape, -1)
@@ -195,8 +195,8 @@ class RoundTripOracle(Oracle):
 
     "normal": weights are powers of two, so that only sums round. "free":
     weights have full mantissas. "special": tokens and weights include NaNs and
-    other special values. "special tokens": only tokens do, and weights are so
-    small that no finite sum overflows.
+    other special values. "special tokens": only tokens include such values, and
+    weights are so small that no finite sum overflows.
     """
     setting, dtype = self._setting, self._setting.dtype
     n = setting.ep_size * setting.tokens
@@ -317,7 +317,7 @@ class RoundTripOracle(Oracle):
   def _sums(
     self, fn: Callable[..., Sequence[Array]], *args: Any
   ) -> list[Expected]:
-    """Returns `fn(*args)`, with units from `fn` of absolute values."""
+    """Returns `fn(*args)`; error units are from `fn` of absolute values."""
     magnitudes = functools.cache(lambda: fn(*jax.tree.map(np.abs, args)))
 
     def unit(i: int) -> np.ndarray:

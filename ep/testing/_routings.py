@@ -48,7 +48,7 @@ def _idle_rank(rng: _Rng, shape: _Shape, experts: int) -> np.ndarray:
   return np.where(quarter == 1, -1, _uniform(rng, shape, experts))
 
 
-# A routing is a function of a random generator, [N, K], and E.
+# Each routing is a function of a random generator, a shape [N, K], and E.
 ROUTINGS: dict[str, Callable[[_Rng, _Shape, int], np.ndarray]] = {
   "uniform": _uniform,
   "balanced": _balanced,

@@ -4,7 +4,7 @@
 A rule is a function of a `Bench` and a `Variant`, the sizes and the routing of
 a case. It returns the largest error in units of a `Tolerance`, or raises an
 `AssertionError` that names the rank, the expert, the row and both values. A
-report prints its docstring.
+report prints the rule's docstring.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class Rule:
   """One rule of the kit.
 
   Attributes:
-    name: the name in ids and reports.
-    sentence: the docstring.
-    check: runs a case.
+    sentence: the docstring of `check`.
     variants: returns the variants for a seed.
     left_out: returns why the rule does not apply, or "".
     starts_ranks: whether the rule starts processes.
@@ -60,7 +58,7 @@ def _everywhere(subject: Subject, seed: int) -> list[Variant]:
 
 
 def _each_alignment(subject: Subject, seed: int) -> list[Variant]:
-  """Returns the variant with the fewest numbers for each alignment."""
+  """Returns for each alignment the variant with the smallest arrays."""
 
   def numbers(variant: Variant) -> int:
     return variant.tokens * variant.hidden * variant.top_k
@@ -80,9 +78,9 @@ def _rule(
   starts_ranks: bool = False,
   **declared: Any,
 ) -> Callable[[_Check], _Check]:
-  """Adds a rule for a type, with required values of declared fields.
+  """Adds a rule for a class of subjects that declare the given fields.
 
-  The value `...` requires any value but the default.
+  The value `...` stands for any value but the default.
   """
 
   def is_declared(subject: Subject, name: str, value: Any) -> bool:
@@ -110,7 +108,7 @@ def _rule(
 def _observed(
   subject: Transport, oracle: Any, received: Any, inputs: Any
 ) -> Any:
-  """Returns the oracle, with the order of the received rows if it is free."""
+  """Returns the oracle; with order="any", it has the order of received rows."""
   if subject.order == "any":
     return oracle.observed(received.rows, inputs[0])
   return oracle
@@ -214,7 +212,7 @@ def special_values(bench: Bench[Any], variant: Variant) -> float:
 def _worst(
   check: Callable[[str, float], float], bench: Any, trial: Any, kinds: Any
 ) -> float:
-  """Returns the largest error of `check(numbers, limit)` over `kinds`."""
+  """Returns the largest error of `check(numbers, limit)` over input kinds."""
   return max(check(x, bench.limit(trial.setting, x)) for x in kinds)
 
 
@@ -266,7 +264,7 @@ def interleaved(bench: Bench[Any], variant: Variant) -> float:
 
 
 def _by_name(grads: Any) -> dict[str, Any]:
-  """Returns the gradients of inputs by the names that an oracle gives them."""
+  """Returns the gradients of inputs by the names of inputs in an oracle."""
   tokens, weights, *params = grads
   named = {"tokens": tokens, "weights": weights}
   for path, leaf in jax.tree.leaves_with_path(params):
@@ -412,7 +410,7 @@ def error_of(call: Callable[[], object]) -> str:
 def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
   """Returns variants with smaller EP sizes than in all other rules.
 
-  With several processes there are none, since every process must take part.
+  With several processes it returns none, since every process must take part.
   """
   devices, draw = jax.device_count(), Draw(subject, seed)
   smaller = range(1, devices if jax.process_count() == 1 else 1)
@@ -433,8 +431,8 @@ def ep_sizes(bench: Bench[Any], variant: Variant) -> float:
 
 
 SOAK_STEPS, IN_FLIGHT = 120, 4
-# Limits of growth after a third of the steps. JAX may need a worker thread for
-# each step in flight.
+# Allowed growth of resources after a third of the steps. JAX may need a worker
+# thread for each step in flight.
 GROWTH = Footprint(memory=64 << 10, heap=4 << 10, descriptors=0, threads=64)
 
 
@@ -462,7 +460,7 @@ def soak(bench: Bench[Any], variant: Variant) -> float:
     if step == SOAK_STEPS // 3 and sys.platform == "linux":
       finish(0)
       before = Footprint.now()
-    odds = rng.choice([0, 1, 8], setting.num_experts)  # 0: no tokens
+    odds = rng.choice([0, 1, 8], setting.num_experts)  # odds 0: no rows
     oracle = trial.oracle(draw(rng, shape, odds))
     inputs = oracle.inputs(rng, "normal")
     pending.append((step, oracle, inputs, trial.start(oracle, inputs)))

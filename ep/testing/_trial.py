@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the object under test, and its derivatives, with one configuration.
+"""Runs the object under test, and its derivatives, for one setting.
 
 A `Trial` compiles a function, and a program for each of its derivatives. The
 function takes `(route, inputs)`, global arrays whose leading axis is split over
@@ -36,7 +36,7 @@ class Oracle(abc.ABC):
 
   def __init__(self, setting: Setting, *route: np.ndarray):
     self._setting = setting
-    self.route = route  # topk_idx [P * T, K], and more arrays of the function
+    self.route = route  # topk_idx [P * T, K], and further arrays
 
   @abc.abstractmethod
   def inputs(self, rng: np.random.Generator, numbers: str) -> tuple[Any, ...]:
@@ -111,7 +111,7 @@ class Trial(abc.ABC):
     self.setting = setting
     programs = [jax.jit(f) for f in (function, *derivatives(function))]
     self._function = programs[0]
-    # Each takes an oracle, inputs, and more arguments; see `_run`.
+    # Each function takes an oracle, inputs, and more arguments; see `_run`.
     self.forward, self.pullback, self.pushforward, self.second_pullback = (
       functools.partial(self._run, program) for program in programs
     )

@@ -27,14 +27,7 @@ class Variant:
   """The sizes and the routing of a case.
 
   Attributes:
-    seed: the seed of all random numbers.
     routing: a name in `ROUTINGS`.
-    dtype: dtype of the tokens.
-    alignment: alignment of expert segments.
-    tokens: T.
-    top_k: K.
-    hidden: H.
-    experts: E.
     spare: rows of the capacity that no routing needs.
     ep_size: P; None means all devices.
     capacity: C; None fits every routing.
@@ -87,9 +80,6 @@ class Kind:
   """The smallest and the largest sizes of a kind of cases.
 
   Attributes:
-    tokens: T.
-    top_k: K.
-    hidden: H.
     experts: E, before it is rounded up to a multiple of the devices.
     routing: a routing that the kind always has, or "".
     all_tokens: the smallest number of tokens of all ranks together.
@@ -105,8 +95,8 @@ class Kind:
   of: type[Subject] = Subject
 
 
-# The usual routing has unused choices, experts of any load, and tokens without
-# experts. Each size is 1 or small in one kind, and above 256 in another.
+# The routing of USUAL has unused choices, experts of any load, and tokens
+# without experts. Each size is small in one kind, and above 256 in another.
 USUAL = Kind((2, 40), (3, 6), (2, 300), (4, 20), "with_unused_choices")
 _WIDE = Kind((1, 1), (2, 4), (257, 1000), (2, 12))
 _MANY_EXPERTS = Kind((2, 20), (5, 16), (2, 40), (257, 320), of=Transport)
@@ -118,14 +108,14 @@ _LONG_SEGMENTS = Kind(
 )
 # From each group, the kit takes the first kind that the object under test
 # supports, or the usual one. Each kind compiles several programs, so there are
-# few. Some are too large for the oracle of a layer, which applies each expert
-# to each token.
+# few kinds. Some kinds are too large for the oracle of a layer, which applies
+# each expert to each token.
 _KINDS: tuple[tuple[Kind, ...], ...] = (
   (),
   (_WIDE_AND_MANY, _WIDE, _MANY_EXPERTS),
   (_LONG_SEGMENTS, _MANY_TOKENS),
 )
-_TRIES = 1000  # to draw sizes that are supported
+_TRIES = 1000  # attempts to draw supported sizes
 
 
 class Draw:
@@ -168,12 +158,11 @@ class Draw:
     too_small: bool = False,
     ep_size: int | None = None,
   ) -> list[Variant]:
-    """Draws a variant; returns none if no drawn sizes are supported.
+    """Draws a variant; returns an empty list if no drawn sizes are supported.
 
     Args:
       kinds: the method uses the first supported kind; USUAL comes last.
       too_small: whether the capacity is less than one rank's tokens may need.
-      ep_size: P.
 
     Raises:
       ValueError: the tolerance is too large for all drawn sizes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: checkpoints, and the metrics of each step."""
+"""Stores the checkpoints and the metrics of a training run in a folder."""
 
 from collections.abc import Mapping
 import json
@@ -17,7 +17,7 @@ from lm.step import State
 
 
 class Stop(Exception):
-  """The run cannot continue on any process; the message says why."""
+  """An error after which no process can continue the run."""
 
 
 class RunFolder:
@@ -28,13 +28,13 @@ class RunFolder:
 
   Args:
     folder: created if missing.
-    description: values by name. A run can continue only a run with the same
-      description.
+    description: settings by name. A run continues another run only if both have
+      the same description.
   """
 
   def __init__(self, folder: pathlib.Path, description: Mapping[str, Any]):
     # After an error, orbax-checkpoint abandons other reads and writes. asyncio
-    # would log each of their errors.
+    # would log an error for each abandoned read or write.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     folder = folder.absolute()
     self._metrics = folder / "metrics.jsonl"
@@ -49,11 +49,11 @@ class RunFolder:
     )
 
   def restore(self, start: State) -> tuple[State, list[dict[str, Any]]]:
-    """Returns the latest state, and its records on the first process.
+    """Returns the latest saved state; on process 0, also the step records.
 
     Args:
-      start: the state to return without a checkpoint. The result has its
-        shardings.
+      start: the state to return if there is no checkpoint. A checkpoint is
+        restored with the shardings of `start`.
 
     Raises:
       OSError: the checkpoint cannot be read.
@@ -105,7 +105,7 @@ class RunFolder:
     return state
 
   def _read_metrics(self, done):
-    """Returns the records up to step `done`, and deletes later lines."""
+    """Returns the records up to step `done`; deletes later lines from disk."""
     path = self._metrics
     path.touch()
     lines = path.read_bytes().splitlines(keepends=True)
@@ -122,7 +122,7 @@ class RunFolder:
     return records
 
   def append(self, record: Mapping[str, Any]) -> None:
-    """Writes a line of metrics, on the first process."""
+    """Appends a record to the metrics file; only process 0 writes."""
     if jax.process_index() == 0:
       with self._metrics.open("a") as file:
         file.write(json.dumps(record) + "\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of a text, each of which depends only on the seed and its number.
+"""Draws batches of a text; a batch depends only on the seed and its number.
 
 So a resumed run reads the same batches as an uninterrupted run, and a
 checkpoint needs no position in the data.
@@ -14,7 +14,7 @@ import numpy as np
 from lm.model import Config
 import text
 
-_LIMIT = 8_000_000  # bytes; the rest of a longer text is not read
+_LIMIT = 8_000_000  # bytes to read at most
 
 
 class Data(NamedTuple):
@@ -23,11 +23,11 @@ class Data(NamedTuple):
   train: np.ndarray
   held_out: np.ndarray
   unigram: float  # loss, in nats, of the best prediction without context
-  digest: str  # differs between texts
+  digest: str  # a hash of the text
 
 
 def read(path: pathlib.Path, length: int) -> Data:
-  """Reads a file or a folder.
+  """Reads a text from a file or a folder, and splits it.
 
   Raises:
     ValueError: the text is missing, or shorter than a window of `length`.
@@ -49,9 +49,9 @@ def read(path: pathlib.Path, length: int) -> Data:
 def split(whole: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns the training bytes, and held-out blocks of the text.
 
-  One block of every 20 is held out, or one block of a text of fewer blocks. A
-  block has 4096 bytes, or a 20th of a shorter text, but at least the bytes of a
-  window.
+  Every 20th block is held out; of fewer than 20 blocks, the last full block. A
+  block has 4096 bytes or a 20th of the text, whichever is smaller, but at least
+  the `length + 1` bytes of a window.
   """
   block = max(length + 1, min(4096, whole.size // 20))
   numbers = np.arange(whole.size) // block

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder-only transformer whose feed-forward layers are mixtures of experts.
 
-The code is ordinary JAX. It works on the arrays of a rank, as in training, and
-on global arrays; only `partition_specs` shows that experts are sharded.
+The code is ordinary JAX, for the local arrays of a rank, as in training, or for
+global arrays. Only `partition_specs` shows that experts are sharded.
 """
 
 from collections.abc import Callable
@@ -24,23 +24,23 @@ HEAD = 32  # dimensions of an attention head
 class Config:
   """The model, its data, and its training.
 
-  Two methods, which can be combined, balance the experts. `aux_loss` weighs a
-  loss that is smallest when all experts are chosen equally often (Switch
-  Transformer). `bias_rate` is the step by which a router's selection bias rises
-  for idle experts and falls for busy ones (DeepSeek-V3).
+  Two methods, which can be combined, balance the experts. `aux_loss` is the
+  weight of a loss that is smallest when all experts are chosen equally often
+  (Switch Transformer). `bias_rate` is the step by which a router's selection
+  bias rises for idle experts and falls for busy ones (DeepSeek-V3).
   """
 
   layers: int
   hidden: int
-  inner: int  # of each expert
+  inner: int  # inner size of an expert
   num_experts: int
   top_k: int
   wire: str | None  # fp8 transport of rows to experts
   batch: int  # windows of text in a step
   shards: int  # the number of shards of a batch
   length: int  # bytes of a window
-  learning_rate: float  # at its peak
-  warmup: int  # steps up to the peak
+  learning_rate: float  # peak learning rate
+  warmup: int  # steps until the peak learning rate
   decay_steps: int  # the rate is a tenth of the peak from this step on
   aux_loss: float
   bias_rate: float
@@ -48,7 +48,7 @@ class Config:
 
   @property
   def dense(self) -> "Config":
-    """A dense model with the inner size of a token's experts together."""
+    """A dense model whose inner size is top_k times the size of an expert."""
     inner = self.top_k * self.inner
     return dataclasses.replace(
       self, inner=inner, num_experts=1, top_k=1, wire=None
@@ -68,7 +68,7 @@ class Config:
 
   @property
   def schedule(self) -> optax.Schedule:
-    """The learning rate of a step; independent of the number of steps."""
+    """The learning rate by step; the length of the run does not change it."""
     return optax.warmup_cosine_decay_schedule(
       init_value=0.0,
       peak_value=self.learning_rate,
@@ -83,7 +83,7 @@ class Config:
 
 
 def _decays(params):
-  """Returns a mask of the parameters that decay: all but scales of norms."""
+  """Returns a weight-decay mask: all parameters except scales of norms."""
   return jax.tree.map_with_path(
     lambda path, _: not path[-1].key.endswith("norm"), params
   )
@@ -130,7 +130,6 @@ def apply(
   One `lax.scan` runs all layers, so 64 layers compile as fast as 2.
 
   Args:
-    params: the parameters, as from `init`.
     layer: an `ep.MoE` of `Config.moe`, or `dense_layer`.
     tokens: int32 `[B, S]`, sharded over all ranks along B.
     moe_state: the stacked states of all layers.

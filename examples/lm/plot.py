@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a run, and a step of its trace, in pictures 1200 pixels wide."""
+"""Draws a training run, and one step of its trace, 1200 pixels wide."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,9 @@ def plot_run(
   """Draws losses, expert loads, and router entropies.
 
   Args:
-    path: path of the picture.
     moe: records of consecutive steps.
     dense: records of a dense model, or an empty list.
     unigram: loss of the best prediction without context.
-    title: title of the picture.
   """
   runs = {"": _arrays(moe)} | ({"dense: ": _arrays(dense)} if dense else {})
   of_moe = runs[""]
@@ -49,7 +47,7 @@ def plot_run(
     more = run["loss"][j] - of_moe["loss"][i]
     _draw(axes, both, more, "training")
     axes.axhline(0, color="gray", linestyle="--")
-    # The limits ignore the first steps, which differ most.
+    # The y limits ignore the first sixth of the steps, which differs most.
     bound = np.abs(more[len(more) // 6 :]).max(initial=1e-3)
     axes.set_ylim(-bound, bound)
     axes.set_title("loss: dense minus MoE")
@@ -82,7 +80,7 @@ def plot_run(
 
 
 def _arrays(records):
-  """Returns an array `[N, ...]` for each field; None becomes NaN."""
+  """Returns an array `[N, ...]` for each field of N records; None is NaN."""
   return {
     name: np.array([each[name] for each in records], float)
     for name in records[0]
@@ -103,8 +101,8 @@ def _draw(axes, steps, values, label):
 def plot_step(path: pathlib.Path, trace: pathlib.Path) -> None:
   """Draws a step of an `ep.trace` file, with a line for each rank.
 
-  It takes the program with the most exchanges in a step, and its step of median
-  length.
+  The function picks the program with the most exchanges per step, and draws its
+  step of median duration.
 
   Raises:
     ValueError: the trace has fewer than two steps.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training step: loss, gradients, AdamW, and the balance of the experts.
 
-Its bits do not depend on the number of ranks. A batch consists of shards. Each
-rank works on one shard at a time, so all shapes are independent of the number
-of ranks. The shards that all ranks process together are an exchange. The step
-sums over shards as a balanced binary tree: first over the ranks of an exchange,
-by `ep.ordered_psum`, then over exchanges. The tree is the same for every number
-of ranks that is a power of two.
+The bits of a step do not depend on the number of ranks. A batch consists of
+shards. Each rank works on one shard at a time, so all shapes are independent of
+the number of ranks. An "exchange" is the set of shards, one per rank, that the
+ranks process at the same time. The step sums over shards as a balanced binary
+tree: first over the ranks of an exchange, by `ep.ordered_psum`, then over
+exchanges. The tree is the same for all powers of two as the number of ranks.
 """
 
 from collections.abc import Callable
@@ -24,24 +24,24 @@ import ep
 from lm import model
 from lm.model import Config
 
-RANKS = ("dp", "ep")  # the axes of a mesh; a batch is sharded over both
-_CLIP = 1.0  # the largest norm of the gradient
+RANKS = ("dp", "ep")  # the mesh axes; a batch is sharded over both
+_CLIP = 1.0  # the largest gradient norm; larger gradients are clipped
 _Z_LOSS = 1e-3  # the weight of the router z-loss, which keeps logits small
 
 
 class State(NamedTuple):
-  """The state of training; the content of a checkpoint."""
+  """The training state, which a checkpoint stores."""
 
   step: jax.Array  # number of finished steps
   params: dict
   optimizer: optax.OptState
-  moe: ep.moe.State  # of all layers, stacked
+  moe: ep.moe.State  # stacked states of all layers
 
 
 class Sums(NamedTuple):
-  """Sums over shards; each shard contributes 1 / shards of a mean."""
+  """Sums over the shards of a batch; a shard adds 1 / shards of its mean."""
 
-  grads: dict  # of the total loss
+  grads: dict  # gradients of the total loss
   loss: jax.Array  # cross-entropy in nats per byte
   aux_loss: jax.Array  # [layers], balancing losses; 1 if balanced
   entropy: jax.Array  # [layers], entropies of the routers, in nats
@@ -55,7 +55,7 @@ def partition_specs(config: Config) -> State:
   shapes = jax.eval_shape(
     lambda: config.optimizer.init(model.init(jax.random.key(0), config))
   )
-  # Moments have the spec of their parameter; everything else is a scalar.
+  # An AdamW moment has the spec of its parameter; other state is scalar.
   moments = optax.tree_utils.tree_map_params(
     config.optimizer,
     lambda _, spec: spec,
@@ -84,12 +84,11 @@ def init(config: Config, mesh: Mesh) -> State:
 class Step:
   """A training step of a model on a mesh with the axes `RANKS`.
 
-  Each exchange is a separate run of one program, in the local view. XLA could
-  compile a loop differently for each number of exchanges, and round
-  differently.
+  Each exchange is a separate run of one program in `jax.shard_map`. If one
+  program looped over exchanges, XLA could compile it, and round, differently
+  for each number of exchanges.
 
   Args:
-    config: the configuration of the run.
     layer: the feed-forward layer, as in `model.apply`.
     mesh: its number of ranks divides `config.shards`.
   """
@@ -97,8 +96,8 @@ class Step:
   def __init__(self, config: Config, layer: Callable, mesh: Mesh):
     self._exchanges = config.shards // mesh.size
     self._batch_sharding = NamedSharding(mesh, P(RANKS))
-    # An argument, because XLA folds products of constants if no collective is
-    # between them, i.e. only on one rank.
+    # 1 / shards is an argument of the programs: XLA would fold it into other
+    # constants where no collective is between them, i.e. only on one rank.
     self._share = np.float32(1 / config.shards)
     specs = partition_specs(config)
     sum_specs = Sums(specs.params, *[P()] * (len(Sums._fields) - 1))
@@ -109,7 +108,7 @@ class Step:
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        check_vma=False,  # each rank's gradient is of its shard alone
+        check_vma=False,  # gradients differ between ranks until summed
       )
       return jax.jit(ranks, **options)
 
@@ -134,7 +133,6 @@ class Step:
     """Returns the next state and a report; donates the memory of `state`.
 
     Args:
-      state: the state, as from `init`.
       batch: int32 `[B, S + 1]`, whole on every process. A shard is consecutive
         rows.
     """
@@ -143,8 +141,8 @@ class Step:
   def loss(self, state: State, batch: np.ndarray) -> float:
     """Returns the cross-entropy of a batch, in nats per byte.
 
-    It runs the program of a step, gradients included, so that its bits also do
-    not depend on the number of ranks.
+    The method runs the program of a step, gradients included, so that the bits
+    of the loss do not depend on the number of ranks.
     """
     return float(self._total(state, self._split(batch)).loss)
 
@@ -159,7 +157,7 @@ class Step:
   def _total(self, state, exchanges):
     """Sums over exchanges as a balanced binary tree."""
     if len(exchanges) == 1:
-      # Waiting limits the memory to one exchange.
+      # Wait, so that only one exchange uses memory.
       return jax.block_until_ready(
         self._sums(state.params, state.moe, self._share, *exchanges)
       )
@@ -171,7 +169,7 @@ class Step:
 
 
 def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
-  """Returns the sums over an exchange.
+  """Returns the sums over the shards of one exchange.
 
   `batch` is the rank's shard, `[B / shards, S + 1]`, and `share` is 1 / shards.
   """
@@ -181,8 +179,8 @@ def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
     loss = optax.softmax_cross_entropy_with_integer_labels(
       logits, batch[:, 1:]
     ).mean()
-    # The routers' losses are means over the ranks. JAX differentiates the sum
-    # of all ranks' copies, so each rank gets the gradient of its shard alone.
+    # The routers' losses are means over all ranks, equal on each rank. JAX
+    # differentiates their sum over ranks, so a rank gets its shard's gradient.
     total = (
       loss
       + config.aux_loss * experts.aux_loss.sum()
@@ -228,7 +226,7 @@ def _update(config, specs, state, sums) -> tuple[State, dict[str, Any]]:
 
 
 def _norm(grads, specs):
-  """Returns the norm of all gradients; sums over each expert first."""
+  """Returns the norm of all gradients; sums the squares per expert first."""
 
   def square(grad, spec):
     if "ep" not in spec:
@@ -242,9 +240,9 @@ def _norm(grads, specs):
 
 
 def _row_sums(x):
-  """Sums over the last axis as a tree of halves.
+  """Sums over the last axis as a balanced binary tree.
 
-  The order of XLA's sum depends on the number of experts on a device.
+  The order of XLA's own sum would depend on the number of experts on a device.
   """
   while (size := x.shape[-1]) > 1:
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size % 2)])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A MoE layer as a module of Equinox.
+"""A MoE layer as an Equinox module.
 
-`eqx.nn.State` has the layer's state, like the averages of a batch norm, so
-gradients and weight decay do not change it. Make the layer, or a model of
-several layers, with
+`eqx.nn.State` stores the layer's state, as it stores batch norm averages, so
+gradients and weight decay do not change the state. Make the layer, or a model
+of several layers, with
 
     layer = ep.MoE(config, mesh)
     model, state = eqx.nn.make_with_state(MoE)(layer, key=key)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A MoE layer as a module of Flax NNX.
+"""A MoE layer as a Flax NNX module.
 
 The parameters are `nnx.Param`. The state has another `Variable` type, so an
-optimizer of `nnx.Param` does not change it.
+optimizer of `nnx.Param` does not change the state.
 """
 
 from flax import nnx
@@ -12,7 +12,7 @@ import ep
 
 
 class MoEState(nnx.Variable):
-  """An `ep.moe.State`, which balances the experts."""
+  """The variable with the `ep.moe.State` that balances the experts."""
 
 
 class MoE(nnx.Module):

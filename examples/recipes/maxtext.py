@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MaxText's `RoutedMoE.sparse_matmul` on ep.
+"""MaxText's `RoutedMoE.sparse_matmul`, implemented with ep.
 
 After the router, MaxText runs `permute`, `ragged_all_to_all`, `local_permute`,
 three `gmm`, the inverse permutation, a second `ragged_all_to_all` and
 `unpermute`. This recipe runs `ep_dispatch`, three grouped matmuls, and
 `ep_combine`.
 
-It does not support the routers and experts of some models; see `refuse`.
+`refuse` lists the routers and experts that the recipe does not support.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep
 
-# The values of `decoder_block` with a supported router and experts.
+# The values of MaxText's `decoder_block` that this recipe supports.
 _BLOCKS = (
   "mixtral",
   "qwen3_moe",
@@ -57,7 +57,7 @@ def sparse_matmul(
   topk_weights, topk_idx = get_topk(gate_logits, pre_bias_logits, top_k)
   tokens, inner = P(group.token_axes), P("expert", None, "tensor")
   row = P("expert", "tensor")
-  # No spec of a kernel has "fsdp", so XLA gathers the kernels before the
+  # The kernels' specs leave out "fsdp", so XLA gathers the kernels before the
   # `shard_map`.
   output = jax.shard_map(
     lambda *args: _of_rank(layer, *args),
@@ -148,9 +148,9 @@ def get_topk(
   """Returns the weights and the ids [B, S, K] of the experts of each token.
 
   With `pre_bias_logits`, the router is DeepSeek-V3's: it chooses experts by
-  `gate_logits`, scores with a bias, and weighs them by scores without the bias.
+  `gate_logits`, which are biased scores, and weighs them by unbiased scores.
   """
-  # Outside of `shard_map`, XLA would gather the operand of `lax.top_k`.
+  # Not `lax.top_k`: outside of `shard_map`, XLA would gather its operand.
   topk_idx, topk_weights = ep.route_topk(gate_logits, top_k)
   if pre_bias_logits is None:
     return topk_weights, topk_idx

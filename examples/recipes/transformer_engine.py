@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerEngine's `ep_dispatch` and `ep_combine`, on the ops of ep."""
+"""TransformerEngine's `ep_dispatch` and `ep_combine`, implemented with ep."""
 
 import jax
 import numpy as np
@@ -16,8 +16,8 @@ def ep_dispatch(
 ) -> tuple[jax.Array, jax.Array, ep.EpHandle, jax.Array, jax.Array]:
   """Returns TransformerEngine's five results, in the global view.
 
-  They are recv_tokens [R, C, H], recv_topk_weights [R, C], the handle instead
-  of handle_mem, token_counts [R, L] with padding, and total_recv_tokens [R, 1].
+  They are recv_tokens [R, C, H], recv_topk_weights [R, C], the `EpHandle` as
+  handle_mem, token_counts [R, L] with padding, and total_recv_tokens [R, 1].
   """
   layer = cfg.replace(recv_capacity_per_rank=recv_capacity_per_rank)
   handle = ep.ep_prepare(layer, topk_idx, topk_weights)

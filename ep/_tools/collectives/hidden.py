@@ -23,10 +23,10 @@ OPCODES = (
   "send",
 )
 
-# An instruction, after its name. Asynchronous collectives count by their start.
+# A collective instruction after its name; an asynchronous one counts once.
 _COLLECTIVE = re.compile(rf"(?:\(.*?\)|\S+) ({'|'.join(OPCODES)})(?:-start)?\(")
 
-# Backend "xla" gives its collectives the scope of the op.
+# Backend "xla" gives its collectives the name of the op as their scope.
 _EXCHANGES = {
   *OPS,
   *("ep_assign", "ep_check", "ep_replicate", "ep_weighted_combine"),
@@ -38,14 +38,14 @@ class Collective:
   """One collective instruction of a compiled program."""
 
   opcode: str  # like "all-reduce"
-  name: str  # the instruction's, like "all-reduce.3"
+  name: str  # name of the instruction, like "all-reduce.3"
   op_name: str  # the path of scopes and primitives that JAX gave it, or ""
-  cause: str  # the path of the operand, or the name of an argument
+  cause: str  # the operand's op_name, or an argument's name
   source: str  # the source line of op_name or cause, like "model.py:12", or ""
 
   @property
   def scopes(self) -> set[str]:
-    """The parts of `op_name`.
+    """The components of the path `op_name`.
 
     "transpose(jvp(x))" also counts as x, and "ep_prepare[moe]" as ep_prepare.
     """
@@ -66,7 +66,7 @@ def assert_no_hidden_collectives(
       compiled = jax.jit(step).lower(*args).compile()
       ep.assert_no_hidden_collectives(compiled, allow=["all-reduce"])
 
-  It only reads the text of the program, and it is not collective.
+  The function only reads the text of the program. Not collective.
 
   Args:
     compiled: the result of `jax.jit(f).lower(...).compile()`, or its
@@ -105,7 +105,7 @@ def assert_no_hidden_collectives(
 
 
 def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
-  """Returns the collectives besides our exchanges, in program order."""
+  """Returns the collectives besides ep's exchanges, in program order."""
   hlo = as_text("assert_no_hidden_collectives", compiled)
   sources = _Sources(hlo)
   instructions = dict(re.findall(r"^\s*(?:ROOT )?%?(\S+) = (.*)$", hlo, re.M))
@@ -144,7 +144,7 @@ def _with_metadata(instruction: str, instructions: dict[str, str]) -> str:
 
 
 def as_text(function: str, compiled: object) -> str:
-  """Returns the HLO of a compiled program; `function` is for the error."""
+  """Returns the HLO text of a compiled program; errors name `function`."""
   if isinstance(compiled, jax.stages.Compiled):
     compiled = compiled.as_text()
   if not isinstance(compiled, str) or not compiled.startswith("HloModule"):
@@ -158,7 +158,7 @@ def as_text(function: str, compiled: object) -> str:
 
 
 class _Sources:
-  """Finds the source lines of instructions.
+  """A lookup of the source line of each instruction.
 
   An instruction has its source line itself or, in newer versions of XLA, a
   stack frame. Tables in the head of the module map frames to locations, and
@@ -183,7 +183,7 @@ class _Sources:
 
 
 def _table(hlo: str, title: str, row: str) -> dict[str, list[str]]:
-  """Returns the groups of `row` in each numbered line below `title`."""
+  """Parses the numbered lines below `title` by the regular expression `row`."""
   table = re.search(rf"^{title}\n((?:\d+ .*\n)*)", hlo, re.M)
   rows = re.findall(rf"^(\d+) {row}", table[1] if table else "", re.M)
   return {number: values for number, *values in rows}

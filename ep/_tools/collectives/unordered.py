@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds collectives of XLA that nothing orders on CPUs.
+"""Finds the collectives of a program that XLA:CPU may start in any order.
 
 XLA:CPU matches the ranks' collectives by the order in which each rank starts
 them. Collectives of one computation start in program order. A loop is one step
 of this order, and the next step may start as soon as the loop's call returns.
-Our ops return before they are done, and so does a loop around them: the rest of
-the loop runs in another thread. A collective of the loop and a later collective
-of the program then start in any order, which may differ between ranks. Ranks
-exchange values of different collectives, and XLA terminates the process if the
-sizes differ. The same holds for a branch with a collective after one of our
-ops.
+Ops of ep return before they are done, and so does a loop around ops of ep: the
+rest of the loop runs in another thread. A collective of the loop and a later
+collective of the program then start in any order, which may differ between
+ranks. Ranks exchange values of different collectives, and XLA terminates the
+process if the sizes differ. The same holds for a branch with a collective after
+an op of ep.
 
 A loop with ops and collectives is safe if all later collectives need its
 results.
@@ -27,7 +27,7 @@ import jax
 from ep._src.base.backend import OPS
 from ep._tools.collectives.hidden import as_text, op_name, OPCODES
 
-# The handlers of these targets return before they are done.
+# The custom calls of ep's ops; their handlers return before they are done.
 _TARGET = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')
 
 
@@ -44,8 +44,8 @@ def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
       compiled = jax.jit(step).lower(*args).compile()
       ep.assert_ordered_collectives(compiled)
 
-  It only reads the text of the program, and it is not collective. With backend
-  "xla" it finds nothing, since XLA orders all of its collectives.
+  The function only reads the text of the program. Not collective. A program of
+  backend "xla" always passes, since XLA orders all of its collectives.
 
   Args:
     compiled: the result of `jax.jit(f).lower(...).compile()`, or its
@@ -71,14 +71,14 @@ def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
 
 
 def loops_with_collectives(compiled: jax.stages.Compiled | str) -> list[str]:
-  """Returns the loops and branches that start collectives after our ops."""
+  """Returns the loops and branches that start collectives after ops of ep."""
   program = _Program(as_text("loops_with_collectives", compiled))
   return [str(loop) for loop in program.loops()]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-  """An instruction, its operands, and the computations that it calls."""
+  """An HLO instruction, its operands, and the computations that it calls."""
 
   line: str
   opcode: str
@@ -103,14 +103,14 @@ class _Program:
     self._runs = functools.cache(self._search)
 
   def loops(self) -> Iterable[_Instruction]:
-    """Yields the loops and branches that start collectives after our ops."""
+    """Yields the loops and branches that start collectives after ops of ep."""
     for instructions in self._computations.values():
       for x in instructions.values():
         if self._is_loose(x):
           yield x
 
   def unordered(self) -> Iterable[tuple[_Instruction, _Instruction]]:
-    """Yields each of `loops` with a later collective that does not need it."""
+    """Yields a loop and a later collective that does not need its results."""
     for instructions in self._computations.values():
       names = list(instructions)
       for i, loop in enumerate(instructions.values()):

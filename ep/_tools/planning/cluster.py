@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cluster: the link rates and the memory of a machine."""
+"""Describes a GPU cluster: its nodes, link rates, memory and compute rate."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Cluster:
 
   @property
   def num_ranks(self) -> int:
-    """R, one rank for each GPU."""
+    """The number of ranks, R: one rank for each GPU."""
     return self.num_nodes * self.gpus_per_node
 
   @classmethod
@@ -96,7 +96,7 @@ class Cluster:
 
 
 # One node of each machine. Vendors state the NVLink rate of both directions
-# together; these are half of it. docs/planner.md links to the sources.
+# together, so each rate here is half of it. docs/planner.md links the sources.
 NODES = types.MappingProxyType(
   {
     # NVIDIA's user guide of the DGX H100: 8 GPUs with 900 GB/s of NVLink each,
@@ -114,11 +114,11 @@ NODES = types.MappingProxyType(
     # TB of memory and 360 PFLOPS with sparsity. Each GPU has a ConnectX-7.
     "gb200_nvl72": Cluster(1, 72, 900, 50, 186, 2500),
     # AMD's page of the MI300X: 192 GB, and 7 links to the other GPUs of a node,
-    # each with 128 GB/s in both directions together. MORI's README measures it
-    # with ConnectX-7.
+    # each with 128 GB/s in both directions together. MORI's README measures a
+    # MI300X with ConnectX-7.
     "mi300x": Cluster(1, 8, 448, 50, 192, 1307),
     # AMD's page of the MI355X: 288 GB, and 7 links of 153 GB/s. MORI's README
-    # measures it with a network card of 400 Gb/s.
+    # measures a MI355X with a network card of 400 Gb/s.
     "mi355x": Cluster(1, 8, 537, 50, 288, 2500),
   }
 )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demand: how many rows each rank's tokens want on each rank and node.
+"""Computes how many rows each rank's tokens need on each rank and node.
 
-`Counted` counts the rows of a given routing. `Expected` computes their mean for
-a distribution, which gives only the load of each expert. The number of distinct
-ranks of a token also depends on which experts a token chooses together. So
+`Counted` counts the rows of a given routing. `Expected` computes the mean
+rows for a distribution, which gives only the load of each expert. The number of
+distinct ranks of a token also depends on which experts it chooses together. So
 `Expected` draws tokens, with a fixed seed, from independent scores and the
 model's router groups. From these tokens it takes only the ratio of rows to
 choices; the number of choices follows from the loads.
@@ -22,18 +22,18 @@ from ep._src.base import arguments
 from ep._src.moe.config import MoEConfig
 
 _SEED = 0
-_DRAWN = 16384  # tokens for the ratios; each round of the fit draws a quarter
-_ROUNDS = 16  # of the fit of odds to loads
+_DRAWN = 16384  # drawn tokens; a round of the fit draws a quarter of these
+_ROUNDS = 16  # rounds of the fit of odds to loads
 _STEPS = 8  # drawn steps, whose loads vary as in training
 _ORDERS = 4  # random orders of the experts for each drawn step
 
 
 class Layout(NamedTuple):
-  """The places of all copies of experts.
+  """The assignment of all copies of experts to ranks and nodes.
 
   Attributes:
     num_domains: D, EP domains of consecutive ranks.
-    ep_size: P.
+    ep_size: P, ranks of a domain.
     num_nodes: N, nodes of a domain.
     experts: int [V], the expert of each copy; each rank has V / P copies.
   """
@@ -45,15 +45,15 @@ class Layout(NamedTuple):
 
   @property
   def copies(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The copies sorted by expert; each expert's first index and count."""
+    """Indices of copies sorted by expert; each expert's first one and count."""
     order = self.experts.argsort(kind="stable")
     number = np.bincount(self.experts)
     return order, number.cumsum() - number, number
 
   def copies_of(self, ids: np.ndarray) -> np.ndarray:
-    """Returns the copy for each of [n, K] ids; -1 stays.
+    """Returns the copies for expert ids [n, K]; -1 stays -1.
 
-    Token t uses copy t % n of an expert with n copies.
+    Token t uses copy t % m of an expert with m copies.
     """
     order, first, number = self.copies
     nth = np.arange(len(ids))[:, None] % number[ids]
@@ -66,7 +66,7 @@ class Demand(NamedTuple):
   Attributes:
     num_domains: D. If all domains are alike, the arrays have one entry instead
       of D.
-    choices: [D, P, P], choices of each rank's tokens on each rank.
+    choices: [D, P, P], choices of each rank's tokens by destination rank.
     ranks: [D, P, P], tokens of each rank with a choice on each rank.
     nodes: [D, P, N], tokens of each rank with a choice in each node.
     tokens: int [S, D, V], tokens of each copy of an expert, in S steps.
@@ -81,7 +81,7 @@ class Demand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Counted:
-  """Counts the demand of given expert ids.
+  """The demand of given expert ids, counted exactly.
 
   Args:
     name: the routing's name in the plan.
@@ -97,12 +97,12 @@ class Counted:
 
   @property
   def tokens_per_rank(self) -> int:
-    """T, of the largest step."""
+    """The number of tokens of a rank, T, in the largest step."""
     return max(len(ids) for ids in self.steps) // self.num_ranks
 
   @property
   def loads(self) -> np.ndarray:
-    """[E], choices of each expert in all steps."""
+    """The number of choices of each expert over all steps, [E]."""
     ids = np.concatenate([ids.ravel() for ids in self.steps])
     return np.bincount(ids[ids >= 0], minlength=self.num_experts)
 
@@ -117,7 +117,7 @@ class Counted:
       def count(
         size: int, dest: np.ndarray, by: np.ndarray = source
       ) -> np.ndarray:
-        """Returns how often [n, K] has each of 0..size-1, by source."""
+        """Counts each of the values 0..size-1 in `dest` [n, K], by source."""
         at = (by[:, None] * size + dest)[dest >= 0]
         return np.bincount(at, minlength=(by[-1] + 1) * size)
 
@@ -133,7 +133,7 @@ class Counted:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Expected:
-  """Computes the expected demand of a distribution of loads.
+  """The expected demand for a distribution of expert loads.
 
   Args:
     name: the routing's name in the plan.
@@ -160,7 +160,7 @@ class Expected:
     D, P, N, experts = layout
     V, T, K = experts.size, self.tokens_per_rank, self.cfg.top_k
     order, first, number = layout.copies
-    chances = (self._chances / number)[experts]  # that a token chooses a copy
+    chances = (self._chances / number)[experts]  # chance of each copy
     copies = layout.copies_of(self._ids)
 
     def distinct(num_blocks: int) -> np.ndarray:
@@ -192,9 +192,9 @@ class Expected:
 
 
 def _block(copies: np.ndarray, size: int) -> np.ndarray:
-  """Returns the block of `size` consecutive copies of each copy; -1 stays.
+  """Returns the block, i.e. the rank or node, of each copy; -1 stays -1.
 
-  A block is a rank or a node.
+  A block has `size` consecutive copies.
   """
   return np.where(copies < 0, -1, copies // size)
 
@@ -208,9 +208,9 @@ def _distinct(blocks: np.ndarray) -> np.ndarray:
 
 
 def _chances(loads: np.ndarray, top_k: int) -> np.ndarray:
-  """Returns the chance [E] that a token chooses each expert, with the sum K.
+  """Returns the chance [E] that a token chooses each expert; the sum is K.
 
-  No chance is above 1: every token chooses an expert of a still larger load.
+  An expert whose load would give a chance above 1 has the chance 1.
   """
   arguments.check(
     (loads > 0).sum() >= top_k,
@@ -222,7 +222,7 @@ def _chances(loads: np.ndarray, top_k: int) -> np.ndarray:
   full = next(
     n for n in range(top_k) if (top_k - n) * most[n] <= most[n:].sum()
   )
-  with np.errstate(over="ignore"):  # most[full:] may be tiny
+  with np.errstate(over="ignore"):  # a divisor may be tiny
     chances: np.ndarray = loads / most[full:].sum() * (top_k - full)
   return chances.clip(max=1)
 
@@ -259,9 +259,9 @@ def _counts(
 
 
 def _draw(cfg: MoEConfig, chances: np.ndarray) -> np.ndarray:
-  """Draws ids [n, K], in which each expert is about as frequent as its chance.
+  """Draws expert ids [n, K] whose frequencies are close to `chances`.
 
-  A fixed-point iteration finds the odds that `_route` needs for it.
+  A fixed-point iteration finds the odds that `_route` needs.
   """
   odds = chances / chances.max()
   if np.ptp(chances) > 1e-12:
@@ -274,9 +274,9 @@ def _draw(cfg: MoEConfig, chances: np.ndarray) -> np.ndarray:
 
 
 def _route(cfg: MoEConfig, odds: np.ndarray, num_tokens: int) -> np.ndarray:
-  """Draws scores and returns the top-k ids [n, K], in the best groups if any.
+  """Draws scores; returns the top-k ids [n, K] within the best router groups.
 
-  The scores sample experts without replacement, with these odds.
+  Without groups, this samples experts by their odds, without replacement.
   """
   rng = np.random.default_rng(_SEED)
   waits = rng.standard_exponential((num_tokens, odds.size), np.float32)

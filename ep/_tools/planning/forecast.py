@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast: the cost of a layer's exchanges for one choice of sizes."""
+"""Forecasts the cost of a layer's exchanges for one choice of sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ep._tools.planning.cluster import Cluster
 from ep._tools.planning.demand import Demand, Layout
 from ep._tools.records import expert_loads
 
-# The ops of a step, named as in ep.trace: whether the op sends rows to the
-# experts, and whether it also sends routing weights or their gradients.
+# For each op of a step, named as in ep.trace: whether it sends rows to experts,
+# and whether it also sends routing weights or their gradients.
 _OPS = {
   "ep_dispatch": (True, True),
   "ep_combine": (False, False),
@@ -43,11 +43,11 @@ class Forecast:
     receive_bytes: bytes of C rows and their weights.
     rows: float64 [R], rows that each rank receives, with padding and without
       dropped choices.
-    bytes: float64 [R], bytes of these rows, as `ep.trace` counts for each op.
+    bytes: float64 [R], bytes of `rows`, as `ep.trace` counts for each op.
     dropped: fraction of all choices that are dropped.
     sent, received: by op and kind of link ("local", "nvlink", "network"),
-      float64 [R]: bytes that each rank sends or receives. Includes choices that
-      are then dropped.
+      float64 [R]: bytes that each rank sends or receives. Dropped
+      choices are included.
     seconds: by op, time of the slowest rank.
     compute_s: time of the rest of the layer.
   """
@@ -89,7 +89,7 @@ class Forecast:
 
   @property
   def share(self) -> float:
-    """Fraction of the layer's time in exchanges, without any overlap."""
+    """Fraction of the layer's time in exchanges, if nothing overlaps."""
     return self.exchange_s / (self.exchange_s + self.compute_s)
 
 
@@ -115,9 +115,6 @@ class Forecaster:
     """Yields a forecast of the steps for each capacity factor.
 
     Args:
-      layout: the places of the copies of experts.
-      demands: the demand of each step.
-      capacity_factors: as in `plan`.
       **shown: further fields of `Forecast`.
     """
     L = layout.experts.size // layout.ep_size
@@ -151,7 +148,7 @@ class Forecaster:
     """Returns the fields `sent`, `received` and `seconds` of a forecast."""
     row_bytes = self._row_bytes(self._layer(layout, None))
     weight_bytes, latency_us = 0, self.cluster.latency_us
-    if self.transport == "hierarchical":  # NCCL EP's prob_bytes
+    if self.transport == "hierarchical":  # prob_bytes in NCCL EP
       weight_bytes = 4 * layout.experts.size // layout.num_nodes
     if latency_us is None:
       latency_us = links.LATENCIES_US[self.transport]
@@ -167,9 +164,9 @@ class Forecaster:
     return dict(sent=sent, received=received, seconds=seconds)
 
   def _products_s(self, rows: float) -> float:
-    """Returns the time of the experts, forward and backward, at peak rate."""
+    """Returns the experts' time, forward and backward, at the peak rate."""
     cfg = self.cfg
-    # A row needs this many operations for each inner dimension.
+    # Operations of a row, forward and backward, for each inner dimension.
     flops = 6 * cfg.hidden * (3 if cfg.gated else 2)
     inner = rows * cfg.inner + self.tokens_per_rank * cfg.shared_inner
     return float(flops * inner / (self.cluster.tflops * 1e12))

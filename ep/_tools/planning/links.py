@@ -6,12 +6,12 @@ rows go to another node. Two transports differ in the path of a token:
 
 * "hierarchical": the path of the high-throughput kernels of NCCL EP
   (dispatch_N2N_warp in its ht_ep.cuh), DeepEP, HybridEP and MORI. The source
-  sends a token once to each other node of its experts, to the GPU with the
-  source's number in the node. That GPU sends it once to each rank of its
-  experts in the node. A combine uses the same path backward: it sums the rows
-  of a token on each rank, then in each node.
-* "direct": the path of their low-latency kernels. The source sends a row for
-  each choice to the rank of the expert.
+  sends a token once to each other node that has an expert of the token. There
+  the token arrives at the GPU with the source's index in the node, which sends
+  it once to each rank of the node with such an expert. A combine uses the path
+  backward: it sums the rows of a token on each rank, then in each node.
+* "direct": the path of low-latency kernels of these libraries. The source sends
+  a row for each choice to the rank of the expert.
 
 The time is a model, which docs/planner.md compares with published figures: a
 GPU uses all its links in parallel at a fixed fraction of their rate, and the
@@ -35,14 +35,14 @@ NVLINK_FRACTION, NETWORK_FRACTION = 0.8, 0.875
 LATENCIES_US = {"hierarchical": 73.0, "direct": 17.0}
 
 # The traffic of a dispatch is an array [2, 3, R]: the rows that each rank sends
-# and receives over each of LINKS. A combine exchanges the two directions.
+# and receives over each of LINKS. A combine swaps the two directions.
 
 
 def hierarchical(demand: Demand) -> np.ndarray:
   """Returns the traffic of tokens sent once per node, then once per rank."""
   D, P, N = demand.nodes.shape
   G = P // N
-  # A token from GPU g of one node arrives at GPU g of another node. The axes:
+  # GPU g of a node sends tokens to GPU g of other nodes. The axes are
   # [domain, source node, g, destination node, destination GPU].
   fans_out = demand.ranks.reshape(D, N, G, N, G)
   local = np.einsum("dngmg->dmg", fans_out)
@@ -61,7 +61,7 @@ def hierarchical(demand: Demand) -> np.ndarray:
 
 
 def direct(demand: Demand) -> np.ndarray:
-  """Returns the traffic of a row for each choice."""
+  """Returns the traffic if the source sends a row for each choice."""
   D, P, N = demand.nodes.shape
   choices = demand.choices.reshape(D, N, P // N, N, P // N)
   in_node = np.einsum("dngnh->dngh", choices)

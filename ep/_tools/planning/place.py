@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""place: finds a placement of experts that balances ranks and nodes.
+"""Finds a placement of experts that balances the loads of ranks and nodes.
 
 The busiest rank decides how long the experts compute, and the busiest node how
 long the network transfers rows. The search minimizes the sum of two ratios: the
 load of the busiest rank over the mean rank's, and the same for nodes. It first
 assigns copies greedily to nodes, then to the ranks of each node, the largest
-load first. Then it swaps copies. With an old placement, it starts there, and
-adds a price for each expert that moves.
+load first. Then it swaps copies. With an old placement, the search starts
+from the old one, and adds a price for each expert that moves.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ep._src.moe.placement import Placement
 from ep._tools.planning.cluster import Cluster
 
 _Array = np.ndarray
-# The swaps minimize a p-norm of the loads, a smooth maximum, with these powers
-# one after another. The first power weighs all overloaded blocks, the second
-# one the small gains of the busiest block.
+# The powers p of the p-norm of block loads, a smooth maximum, that swaps
+# minimize. The first p weighs all overloaded blocks, the second p weighs small
+# gains of the busiest block.
 _POWERS = (24, 384)
 _TOLERANCE = 2e-3  # a smaller gain, relative to the mean, is not worth a swap
 _SEED = 0
@@ -120,7 +120,7 @@ def _linear(
   ep_size: int | None = None,
   replicas: int = 0,
 ) -> Placement:
-  """Returns the copies of `place` in the order of the experts."""
+  """Returns as many copies of each expert as `place`, in order of experts."""
   del cluster, ep_size
   number = _numbers(np.atleast_2d(loads), replicas)
   return Placement(np.arange(number.size).repeat(number))
@@ -165,7 +165,7 @@ def checked_slots(
   """Returns the experts of a placement, or raises if they do not fit."""
   if not isinstance(placement, Placement):
     raise arguments.wrong_type(what, name, placement, "an ep.Placement")
-  # `Placement` checks numpy arrays only; its array may be a JAX array.
+  # `Placement` checks only NumPy arrays; this placement may have a JAX array.
   experts = np.asarray(Placement(np.asarray(placement.experts)).experts)
   arguments.check(
     experts.shape == shape and bool((experts.max(-1) == num_experts - 1).all()),
@@ -251,11 +251,11 @@ def _placed(
 
 
 class _Search:
-  """Searches the best order of the copies.
+  """A search for the best order of the copies in the slots.
 
   A level is a division of the slots into blocks: into ranks, and into nodes.
   Swaps minimize a norm of the blocks' loads. Unlike a maximum, the norm also
-  falls if only one of the two busiest blocks becomes smaller.
+  falls if only one of two equally busy blocks gets less load.
 
   Args:
     loads: [S, E], load of each expert in each step.
@@ -289,7 +289,7 @@ class _Search:
     slot = np.arange(copies.size)
     self._blocks = {n: slot * n // slot.size for n in levels}
     self._rank = self._blocks[num_ranks]
-    self._prices = np.zeros((copies.size, num_ranks))  # by copy and rank
+    self._prices = np.zeros((copies.size, num_ranks))  # [copy, rank]
     load = self._weights @ self._shares
     if old is None:
       nodes = _spread(load, slot, num_nodes)
@@ -338,7 +338,7 @@ class _Search:
   def _bound(self) -> float:
     """Returns a lower bound of the cost of every order.
 
-    The block with the largest copy has at least the smallest other copies.
+    At best, the block with the largest copy has the smallest other copies.
     """
     sizes = np.sort(self._shares)
     count = sizes.shape[1]
@@ -425,7 +425,7 @@ def _from_old(
 def _settled(experts: _Array, old: _Array, num_ranks: int) -> _Array:
   """Reorders the slots of each rank so that kept experts keep their slots."""
   slot = np.arange(old.size)
-  first = slot * num_ranks // old.size * (old.max() + 1)  # a key of each rank
+  first = slot * num_ranks // old.size * (old.max() + 1)  # first key of a rank
   stays, at = _common(first + experts, first + old)
   settled = np.full(old.size, -1)
   settled[at] = experts[stays]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan: predicts the cost of a layer's exchanges on a cluster."""
+"""Predicts the cost of a layer's exchanges on a cluster."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Plan:
 
   def __repr__(self) -> str:
     def most(forecast: Forecast, link: str) -> str:
-      """Returns the GB of all ops on the rank that sends or receives most."""
+      """Returns the most GB that a rank sends or receives in all ops."""
       ways = (forecast.sent, forecast.received)
       sums: list[Any] = [sum(x[link] for x in way.values()) for way in ways]
       return f"{np.max(sums) / 1e9:.2f}"
@@ -216,7 +216,7 @@ def plan(
 def _source(
   cfg: MoEConfig, num_ranks: int, routing: Any, tokens_per_rank: int | None
 ) -> Counted | Expected:
-  """Returns the source of demands for a routing."""
+  """Returns the demand of a routing: counted for ids, expected for loads."""
   E, name = cfg.num_experts, "given"
   if isinstance(routing, str):
     exponent = _exponent(routing)
@@ -255,7 +255,7 @@ def _source(
 
 
 def _exponent(routing: str) -> float | None:
-  """Returns the exponent of a distribution, or None for a folder's name."""
+  """Returns A of zipf:A, 0 for uniform, or None for a folder's name."""
   name, _, number = routing.lower().partition(":")
   if routing.lower() == "uniform":
     return 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""suggest_capacity: the drops of recorded routings for each capacity."""
+"""Counts the drops of recorded routings for different receive capacities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ep._src.ops import drop_policy
 from ep._tools.records import expert_loads
 from ep._tools.records.replay import Replay, replay
 
-# Capacities in every table, as factors of the rows of a balanced step.
+# Capacities in every table, as multiples of the rows of a balanced step.
 _FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 
@@ -40,7 +40,7 @@ class CapacitySuggestion:
     bytes: int64 [N], bytes of the received rows and weights of a rank; None if
       the group has no `hidden_dim`.
     dropped_choices: float64 [N], fraction of all choices that are dropped.
-    dropped_steps: float64 [N], fraction of steps in which a rank drops any.
+    dropped_steps: float64 [N], fraction of steps with a dropped choice.
     demand: int64 [S, R], rows that each rank wants in a step, padding included.
   """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""describe: shows the routing of a handle as a table."""
+"""Shows the routing of a handle as a table."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class RoutingSummary:
 
   @property
   def slab_offsets(self) -> np.ndarray:
-    """int32 [N, L]: the first row of each expert segment, at most C."""
+    """The first row of each expert segment, at most C: int32 [N, L]."""
     ends = self.group_sizes.cumsum(1, dtype=np.int32)
     starts: np.ndarray = ends - self.group_sizes
     return starts
 
   @property
   def experts(self) -> np.ndarray:
-    """int32 [N, L]: expert ids. If `ranks` is None, the ids of rank 0."""
+    """Expert ids of the ranks; of rank 0 if `ranks` is None: int32 [N, L]."""
     local = self.layer.num_local_experts
     ranks = np.zeros(1, np.int32) if self.ranks is None else self.ranks
     first = ranks % self.layer.ep_size * local
@@ -59,15 +59,15 @@ class RoutingSummary:
 
   @property
   def dropped(self) -> np.ndarray:
-    """int32 [N]: dropped tokens of each rank."""
+    """Dropped tokens of each rank: int32 [N]."""
     dropped: np.ndarray = self.dropped_counts.sum(1, dtype=np.int32)
     return dropped
 
   @property
   def imbalance(self) -> np.ndarray:
-    """float64 [N]: tokens of a rank's busiest expert over the rank's mean.
+    """Tokens of a rank's busiest expert over the rank's mean: float64 [N].
 
-    From 1, if the experts have equal loads or no tokens, to L.
+    The ratio is 1 if the experts have equal loads or no tokens, and at most L.
     """
     return _imbalance(self.token_counts)
 
@@ -75,8 +75,8 @@ class RoutingSummary:
   def rank_imbalance(self) -> float | None:
     """Rows wanted by the busiest rank over the mean of its EP domain.
 
-    From 1, if all ranks have equal loads, to P; the largest of all domains.
-    None if the summary lacks ranks, because other processes own them.
+    The largest ratio of all domains: 1 if the loads of all ranks are equal, at
+    most P. None if other processes own some of the ranks.
     """
     if (
       self.ranks is None or len(self.ranks) != self.layer.group.num_token_ranks

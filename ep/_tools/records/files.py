@@ -37,7 +37,7 @@ import numpy as np
 from ep._src.base import arguments
 
 FORMAT = "ep.record 1"
-# Columns with a number for each call, and numbers that all calls share.
+# The dtypes of columns with a number for each call, and of shared numbers.
 COLUMNS: dict[str, Any] = dict(
   rank=np.int32, step=np.int64, call=np.int32, run=np.int64
 )
@@ -46,7 +46,7 @@ _TOKENS = dict(topk_idx=(np.int32, np.int64), topk_weights=(np.float32,))
 
 
 class Call(NamedTuple):
-  """A call of one rank; the docstring of this file describes its fields."""
+  """A recorded call of one rank; the module's docstring has its fields."""
 
   layer: str
   num_ranks: int
@@ -67,7 +67,7 @@ class Call(NamedTuple):
 
 
 class Writer:
-  """Writes the calls of a process. Not thread-safe.
+  """A writer of the calls of one process. Not thread-safe.
 
   Raises:
     ValueError: another writer of this process has used the folder.
@@ -96,16 +96,15 @@ class Writer:
     )
 
   def _path(self, suffix: str = "") -> pathlib.Path:
-    """Returns the path of the next file."""
     return pathlib.Path(f"{self._stem}-{self._num_files:06d}.npz{suffix}")
 
   def close(self) -> None:
-    """Removes the empty file if nothing was written."""
+    """Removes the empty .part file if no calls were written."""
     if not self._num_files:
       self._path(".part").unlink(missing_ok=True)
 
   def write(self, calls: Iterable[Call]) -> None:
-    """Writes the calls to files; in a file, a layer's arrays have one shape."""
+    """Writes the calls to files; a file has one array shape for each layer."""
     files: list[dict[str, list[Call]]] = []
     for call in calls:
       for layers in files:

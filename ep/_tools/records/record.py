@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""record: writes the routing of each step of compiled programs to files."""
+"""Records the routing of each step of compiled programs in files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def record(
     with trace_callback(recorder):
       yield
     for array in jax.live_arrays():
-      # The user of a failed program's results gets its error.
+      # A failed program raises its error where its results are used.
       with contextlib.suppress(*EpError):
         array.block_until_ready()
   finally:
@@ -97,7 +97,7 @@ def record(
 
 
 class _Recorder:
-  """Receives the calls of the programs in a context; a thread writes them.
+  """A recorder of the calls of `ep_prepare`, whose thread writes them to files.
 
   `record_p` is used instead of `jax.debug.callback`, which costs four times as
   much, does not order the examples of a `vmap`, and does not distinguish two
@@ -139,8 +139,8 @@ class _Recorder:
     self._others: set[str] = set()  # names of layers that are not recorded
     self._closed = threading.Event()
     self._failure: Exception | None = None
-    # The lock guards the next three: calls to write, the number of calls by
-    # (layer, rank), and the number of runs by site and position in the mesh.
+    # The lock guards `_calls`, which the thread writes next; `_numbers`, calls
+    # by layer and rank; and `_runs`, runs by site and position in the mesh.
     self._lock = threading.Lock()
     self._calls: list[files.Call] = []
     self._numbers: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -159,7 +159,7 @@ class _Recorder:
     topk_weights: jax.Array | None,
     leaves: Any,
   ) -> Any:
-    """Adds the recording to the leaves of a handle; the trace callback.
+    """Makes the leaves of a handle depend on the recording, at trace time.
 
     A program that uses one of the returned leaves records the ids, and the
     weights if the user wants them. The weights have no derivative.
@@ -180,7 +180,7 @@ class _Recorder:
     if self._weights and topk_weights is not None:
       operands.append(topk_weights.astype(jnp.float32))
     (zero,) = record_p.bind(*operands, recorder=self, layer=layer)
-    # The ops that use the handle then run after the call.
+    # Ops that use these leaves run after the recording.
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), leaves)
 
   def add(
@@ -191,9 +191,9 @@ class _Recorder:
     place: np.ndarray,
     *topk_weights: np.ndarray,
   ) -> tuple[np.ndarray]:
-    """Adds a call of the device at a position of the mesh; returns (0,).
+    """Records a call of the device at mesh position `place`; returns (0,).
 
-    Of devices with the same tokens, it records only the first one.
+    Of devices with the same tokens, only the first one is recorded.
 
     Raises:
       RuntimeError: files cannot be written. All devices of the process fail in
@@ -227,7 +227,6 @@ class _Recorder:
       raise self._error() from self._failure
 
   def warn_if_empty(self) -> None:
-    """Warns if no call was recorded."""
     if self._runs:
       return
     why = (
@@ -256,7 +255,7 @@ class _Recorder:
         with self._lock:
           calls, self._calls = self._calls, []
         self._writer.write(calls)
-    except Exception as e:  # `add` and `close` raise it
+    except Exception as e:  # `add` and `close` raise this error
       self._failure = e
 
 
@@ -284,6 +283,6 @@ def _lower(
   return compat.lower_to_python(ctx, add, *operands)
 
 
-# Not cacheable, because each op of a program has its own position in it.
+# Not cacheable: the lowering has the op's position in its program.
 record_p = primitive.new("ep_record", _types, _lower, cacheable=False)
 compat.run_once_in_remat(record_p)

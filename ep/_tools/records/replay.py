@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""replay: reads the files of `record`."""
+"""Reads the routing that `ep.record` wrote to files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ep._src.base import arguments
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._tools.records import files
 
-_MOST_NAMED = 16  # ranks in an error
-_CACHED = 64  # arrays; at a time, each process writes one for a layer
+_MOST_NAMED = 16  # ranks that an error names at most
+_CACHED = 64  # arrays; a flush writes one for each layer and process
 
 
 def replay(path: str | os.PathLike[str]) -> Replay:
@@ -68,7 +68,7 @@ class Replay:
     return f"<ep.Replay of {self._folder}, with these complete steps: {steps}>"
 
   def steps(self, layer: str | EpLayerConfig) -> tuple[int, ...]:
-    """Returns the complete steps: all calls of all ranks were recorded.
+    """Returns the complete steps, i.e. with all calls of all ranks.
 
     The last steps of a killed process may be incomplete.
 
@@ -206,7 +206,7 @@ class Replay:
 class _Calls:
   """An index of the calls of one layer, sorted by call and rank.
 
-  Its memory grows with the number of calls, whatever numbers a file contains.
+  Its memory grows with the number of calls, not with the numbers of steps.
   """
 
   def __init__(self, what: str, tables: list[dict[str, np.ndarray]]):
@@ -223,7 +223,7 @@ class _Calls:
       np.concatenate([table[name] for table in tables])
       for name in ("file", "row", *files.COLUMNS, "site")
     )
-    # Rank 0 numbers the pairs of site and run for all ranks.
+    # A pair of site and run has the same number on all ranks, from rank 0.
     _, site = np.unique(site, return_inverse=True)
     _, key = np.unique([site, run], axis=1, return_inverse=True)
     key = key.reshape(-1)  # NumPy 2.0 returns another shape
@@ -244,12 +244,11 @@ class _Calls:
     )
 
   def steps(self) -> tuple[int, ...]:
-    """Returns the complete steps."""
     steps, counts = np.unique(self._number // self.per_step, return_counts=True)
     return tuple(steps[counts == self.per_step * self._num_ranks].tolist())
 
   def find(self, step: int, call: int) -> np.ndarray:
-    """Returns [R, 2]: the file and the row of a call, by rank."""
+    """Returns the file and the row of a call for each rank: [R, 2]."""
     step = arguments.integer(self._what, "step", step)
     call = arguments.integer(self._what, "call", call)
     arguments.check(

@@ -14,9 +14,9 @@ def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
   """Returns the events of a trace, sorted by time.
 
   Slices of a track must not overlap, so a rank in several ops has several
-  tracks. Perfetto attaches an end of an arrow to the latest slice that began
-  before it, and reverses an arrow to an earlier slice. So "moving" of the last
-  rank begins at its arrival, and of no other rank before.
+  tracks. Perfetto attaches each end of an arrow to the latest slice that began
+  by then, and reverses an arrow to an earlier slice. So the "moving" slice of
+  the last rank begins at its arrival, and no other "moving" slice earlier.
   """
   size, exchanges = merged["ep_size"], merged["exchanges"]
   num_domains = 1 + max((e["domain"] for e in exchanges), default=0)

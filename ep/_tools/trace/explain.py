@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""explain: says for which rank the ranks of a trace waited, and why.
+"""Explains for which rank the ranks of a trace waited, and why.
 
-`python -m ep explain FOLDER` explains each trace of a folder, for instance of
-$EP_TRACE, after it has merged the files of the processes.
+`python -m ep explain FOLDER` explains each trace of a folder, such as
+$EP_TRACE. It first merges the files of the processes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import numpy as np
 from ep._src.base import arguments
 from ep._tools.trace import trace
 
-# A rank is late at an op if its lateness is at least _OF_STEP of the step's
-# time, _LATE_S seconds (on a busy machine another thread may run for 3 ms), and
-# _OF_LAST of the last rank's lateness. It is blamed if it is late in _SHARE of
-# the steps.
+# A rank is late at an op if its lateness is at least each of _OF_STEP of the
+# step's time, _LATE_S seconds (on a busy machine another thread may run for 3
+# ms), and _OF_LAST of the last rank's lateness. A rank is blamed if it is late
+# in at least _SHARE of the steps.
 _OF_STEP, _LATE_S, _OF_LAST, _SHARE = 0.1, 5e-3, 0.75, 0.5
-# A rank's rows are a cause if they are this many times the mean.
+# A rank's rows may cause lateness if they are this many times the mean rows.
 _MORE_ROWS = 1.2
-# The significance level: each of the two tests blames a rank of a trace without
-# a cause with at most this chance.
+# The significance level of each of the two tests: the largest chance to blame
+# a rank in a trace where all ranks are equally often late and last.
 _CHANCE = 0.05
 
-_Step = list[dict[str, Any]]  # exchanges
+_Step = list[dict[str, Any]]  # exchanges of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Blame:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-  """The ranks because of which an op failed.
+  """A failure of an op, and the ranks that caused it.
 
   Attributes:
     domain: the EP domain.
@@ -126,7 +126,8 @@ class Explanation:
   Attributes:
     num_steps: number of steps, without the first step of each program. With
       fewer than two steps, after a failure, the times are NaN.
-    step_s: seconds from the end of a step's ops to the end of the next step's.
+    step_s: seconds from the end of a step's ops to the end of the next
+      step's ops.
     moved_s: seconds of `step_s` in which rows were copied.
     waited_s: seconds of `step_s` in which a rank waited, a mean over ranks.
     punctual_s: `step_s` if no rank were late.
@@ -254,8 +255,8 @@ class _Op(NamedTuple):
   late_s: np.ndarray  # lateness
   balanced_s: np.ndarray  # lateness if all ranks had the mean rows
   rows_ratio: np.ndarray
-  tokens: list[list[int]]  # of each rank's experts; empty if not known
-  times: tuple[float, ...]  # moved, waited, late, and late because of rows
+  tokens: list[list[int]]  # tokens by rank and expert; empty if unknown
+  times: tuple[float, ...]  # moved, waited, late, late because of rows
 
 
 def _ops(start: np.ndarray, step: _Step) -> Iterator[_Op]:
@@ -268,7 +269,7 @@ def _ops(start: np.ndarray, step: _Step) -> Iterator[_Op]:
     last = came.max()
     rows, tokens = prepared.get(e["layer"], (np.ones(len(came)), []))
     late = balanced = _lateness(came)
-    if e["op"] in ("ep_combine", "ep_dispatch_bwd"):  # these follow experts
+    if e["op"] in ("ep_combine", "ep_dispatch_bwd"):  # these ops follow experts
       balanced = _lateness(_with_equal_rows(came - ends, rows))
     because_of_rows = max(0.0, late.max() - balanced.max())
     yield _Op(
@@ -289,7 +290,7 @@ def _blames(
   step_s: float,
   num_places: int,
 ) -> Iterator[Blame]:
-  """Yields the ranks to blame at one op, which `seen` has for each step."""
+  """Yields the ranks to blame at one op; `seen` has its data for each step."""
   late = np.array([o.late_s for o in seen])  # [step, rank]
   least = np.maximum(_OF_LAST * late.max(1), max(_OF_STEP * step_s, _LATE_S))
   is_late = late >= least[:, np.newaxis]
@@ -338,7 +339,7 @@ def _lateness(came: np.ndarray) -> np.ndarray:
 
 
 def _at_least(count: int, trials: int, p: float) -> float:
-  """Returns the chance of at least `count` successes, each with 0 < p < 1."""
+  """Returns the binomial chance of at least `count` successes; 0 < p < 1."""
 
   def log_chance(n: int) -> float:
     # The binomial coefficient could overflow a float.
@@ -363,7 +364,7 @@ def _with_equal_rows(took: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _steps(exchanges: _Step) -> list[tuple[np.ndarray, _Step]]:
-  """Returns the start and the exchanges of each step but a program's first.
+  """Returns start times and exchanges of all steps but the first of a program.
 
   The start of a step is the end of its domain's previous step, on each rank.
   """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""trace: writes the arrival times, row counts and bytes of each exchange."""
+"""Traces the arrival times, row counts and bytes of each exchange."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
   the path, and the first process merges these files. After an error in the
   context, the files of the processes remain; `ep.explain` of their folder
   merges them, and names the rank that caused the error. A process keeps 262144
-  exchanges, and counts later ones.
+  exchanges, and only counts later exchanges.
 
   To trace a program without editing it, set EP_TRACE to a folder. Every group
   is then traced for its whole life, and ep.explain merges the files. Each group
@@ -177,7 +177,7 @@ def damaged(path: str | os.PathLike[str], error: Exception) -> ValueError:
 
 
 def _process_files(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
-  """Returns the files of processes for the traces that match a pattern."""
+  """Returns the per-process files of traces whose name matches a pattern."""
   return sorted(folder.glob(f"{name}.part[0-9]*"))
 
 
@@ -221,14 +221,14 @@ def merge_files(path: pathlib.Path) -> None:
 def merge(texts: list[str]) -> dict[str, Any]:
   """Merges the texts of all processes; ep_ffi's trace.h describes their format.
 
-  For each rank, an exchange has the measurements of the rank's own process, in
-  the time of the first process. An op of a launch is left out if the processes
+  For each rank, an exchange has the measurements of the rank's own process, on
+  the clock of the first process. An op of a launch is left out if the processes
   have recorded it unequally often, because the trace began or ended during the
-  launch. Each process sees a post after it was sent, which bounds the offset of
-  its clock. The offset is the smallest one within the bounds, often 0.
+  launch. A process sees an arrival on another process after it happened, which
+  bounds the offset of the two clocks. The result is the offset closest to 0.
 
-  "failures" has the failures of all processes. "killed" has the ranks, over all
-  domains, whose processes wrote no end.
+  "failures" has the failures of all processes. "killed" has the ranks of all
+  domains whose processes wrote no last line, because they were killed.
   """
   heads: dict[int, dict[str, Any]] = {}
   seen: dict[int, _Events] = {}
@@ -286,9 +286,9 @@ def merge(texts: list[str]) -> dict[str, Any]:
 def _clock(
   a: _Events, b: _Events, first: int, process: int, domains: np.ndarray
 ) -> dict[str, Any]:
-  """Returns the offset of the clock of `b` to the clock of `a`.
+  """Returns how far the clock of `b` is ahead of the clock of `a`.
 
-  `bound_s` is the width of the bounds; None if there are none.
+  `bound_s` is the width of the bounds of the offset; None without bounds.
   """
   if process == first:
     return dict(offset_s=0.0, bound_s=0.0)
@@ -303,7 +303,7 @@ def _clock(
         high.extend(ahead[owners == first])
   if not low or not high:
     return dict(offset_s=0.0, bound_s=None)
-  # The bounds cross if the clocks do not run equally fast.
+  # The lower bound can exceed the upper one if clocks run at unequal rates.
   begin, end = sorted((max(low), min(high)))
   offset = float(np.clip(0, begin, end))
   return dict(offset_s=offset, bound_s=float(end - begin))
