@@ -3,8 +3,8 @@
 // The interface between the FFI handlers and a backend.
 //
 // A handler decodes its buffers, builds a `Call`, and calls one method of the
-// `Group` that the op names. A backend is a folder of ep_ffi/backends that
-// implements `Group`, plus a C function that creates the group (bootstrap.cc).
+// `Group` that the op names. A backend is a folder in ep_ffi/backends. It has a
+// subclass of `Group` and a C function that creates a group (bootstrap.cc).
 //
 // Three methods serve the five ops: `Prepare`; `Scatter`, which copies token
 // rows to slots (dispatch, backward of combine); and `Gather`, which sums slots
@@ -13,17 +13,17 @@
 //
 // Ordering: any thread may call any op of a group, in any order and
 // concurrently. The order may differ between ranks. A backend matches the calls
-// of its ranks by (run id, site id), never by arrival.
+// of its ranks by (run id, site id), never by order of arrival.
 //
 // Completion: a method returns without waiting for a peer. The backend calls
 // `done` exactly once, from any thread, possibly before the method returns. The
-// buffers stay valid until then. If one rank fails, the run fails on every rank
-// of the group.
+// buffers stay valid until `done` is called. If one rank fails, the run fails
+// on every rank of the group.
 //
-// Streams: on a GPU an op is done when it is enqueued, and all ranks call the
-// ops in the same order. If the device finds a fault later, the outputs are NaN
-// on every rank, and a later ep_prepare, the same on every rank, fails. The
-// faulty routing keeps no choice: its counts are 0, and its totals are -1.
+// GPU streams: an op is done when it is enqueued. All ranks call the ops in the
+// same order. If the device finds a fault later, the outputs are NaN on every
+// rank, and the same later ep_prepare fails on every rank. Faulty routing drops
+// every choice: the counts are 0, and the totals are -1.
 //
 // No method throws.
 
@@ -57,7 +57,7 @@ enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 int64_t ByteWidth(DType dtype);
 
-// The contents of the rows that dispatch writes past the last slab.
+// The contents of dispatch's output rows past the last expert's slab.
 enum class Tail : int32_t { kUnspecified, kZero, kNan };
 
 // The static configuration of a layer, from the attributes of the op.
@@ -68,23 +68,23 @@ struct Layer {
   bool drop;  // overflow policy
   Tail tail;
   int64_t fingerprint = 0;  // a hash of the layer's and group's configurations
-  bool checked = false;     // see ep/_src/base/contexts.py
-  int64_t wire = 0;       // fp8 transport: an index of WIRES of base/config.py
+  bool checked = false;     // checked mode; see ep/_src/base/contexts.py
+  int64_t wire = 0;       // fp8 transport: an index into WIRES, base/config.py
   std::string name = {};  // for messages
 };
 
-// One op in one compiled program. It lives as long as the executable.
+// One op in one compiled program. A site lives as long as its executable.
 struct Site {
   Layer layer;
   std::string program;  // name of the lowered module, unique in the group
-  int64_t position;     // of the op in that module
-  int64_t clone;        // number of this copy of the op, if XLA made several
-  // A hash of program, position and clone: equal on every rank, and unique
-  // among the ops of all executables, even of executables of one module.
+  int64_t position;     // index of the op in that module
+  int64_t clone;        // index of this copy if XLA duplicated the op
+  // A hash of program, position and clone. The id is equal on every rank. It
+  // differs between any two ops, even in two executables of one module.
   uint64_t id;
 };
 
-// Returns a site with its id.
+// Makes a site and computes its id.
 Site MakeSite(Layer layer, std::string program, int64_t position,
               int64_t clone);
 
@@ -100,11 +100,11 @@ class Executor {
 struct Call {
   Op op;
   const Site* site;
-  int64_t run_id;      // of the launch; equal on all ranks, unique in time
-  int32_t device;      // as XLA numbers it
-  Executor* executor;  // on a CPU
-  void* stream;        // on a GPU: the stream of the op
-  void* communicator;  // on a GPU: XLA's communicator of the EP domain, or null
+  int64_t run_id;      // XLA's unique launch id, shared by all local ranks
+  int32_t device;      // XLA's number of the device
+  Executor* executor;  // CPU only
+  void* stream;        // GPU only: the stream of the op
+  void* communicator;  // GPU only: XLA's communicator of the EP domain or null
   std::function<void(Status)> done;
 };
 
@@ -128,8 +128,8 @@ struct Mem {
 
 struct PrepareArgs {
   const void* topk_idx;  // [T, K], int32 or int64
-  // [2], this rank in the program's mesh: domain * P + rank, and its index
-  // along the data axes. Null if unknown.
+  // [2], the position of this rank in the program's mesh: domain * P + rank,
+  // and the index along the data axes. Null if unknown.
   const int32_t* place;
   bool index_is_int64;
   int64_t num_tokens;
@@ -150,7 +150,7 @@ struct ScatterArgs {
   ConstRows tokens;           // [T, H]
   const float* topk_weights;  // [T, K], or null
   Rows slots;                 // [C, H]
-  float* slot_weights;        // [C], null when topk_weights is
+  float* slot_weights;        // [C], null if topk_weights is null
 };
 
 // Sums slots into token rows: combine, and the backward of dispatch.
@@ -159,8 +159,8 @@ struct GatherArgs {
   ConstRows slots;            // [C, H]
   const float* slot_weights;  // [C], or null
   Rows tokens;                // [T, H]
-  // [T, K], receives the weight of each choice (backward of dispatch). If null,
-  // slot_weights, if any, scale the rows (combine).
+  // [T, K], output: the weight of each choice (backward of dispatch). If null,
+  // the rows are multiplied by slot_weights, unless these are null (combine).
   float* topk_weights;
 };
 
@@ -170,7 +170,7 @@ struct HostMemory {
   int64_t resident = 0;  // the pages in RAM
 };
 
-// The EP domains of a mesh, from the view of one process.
+// One process's view of the EP domains of a mesh.
 class Group {
  public:
   virtual ~Group() = default;
@@ -178,49 +178,49 @@ class Group {
   virtual int64_t num_experts() const = 0;
   virtual int64_t ep_size() const = 0;
 
-  // Returns the part of the group that serves a device, or null. The parts of
-  // one process do not wait for each other.
+  // Returns the object that serves one device of the group, or null. The
+  // objects of different devices never wait for each other.
   virtual Group* OnDevice(int32_t) { return this; }
 
-  // Computes the bytes of EpHandle.mem for a layer and a rank's tokens. Fails
-  // if the group cannot serve them.
+  // Computes the size of EpHandle.mem in bytes, for `num_tokens` per rank.
+  // Fails if the group does not support these sizes.
   virtual Status MemBytes(const Layer& layer, int64_t num_tokens,
                           int64_t* out) const = 0;
 
-  // Gives the rank of a device the communicator that its EP domain borrows from
-  // XLA, before the first op. Collective over the domain.
+  // Gives the rank on a device the communicator that XLA made for the EP
+  // domain. Called before the first op; collective over the domain.
   virtual Status Connect(int32_t, void*) {
     return Status(Code::kInternal, "this backend takes no communicators");
   }
 
   virtual HostMemory Memory() { return {}; }
 
-  // Starts a trace. StopTrace and Close write it to the file.
+  // Starts a trace. StopTrace and Close write the trace to this file.
   virtual Status StartTrace(const std::string&) {
     return Status(Code::kInvalidArgument,
                   "this backend has no trace yet; use backend=\"host\"");
   }
   virtual Status StopTrace() { return Status(); }
-  // Returns the seconds that the ranks of this process have waited for other
-  // ranks in traced exchanges: the mean over its ranks.
+  // Returns the mean time, in seconds, that a rank of this process has waited
+  // for other ranks in traced exchanges.
   virtual double Waited() { return 0; }
 
   virtual void Prepare(Call call, const PrepareArgs& args) = 0;
   virtual void Scatter(Call call, const ScatterArgs& args) = 0;
   virtual void Gather(Call call, const GatherArgs& args) = 0;
 
-  // Fails a run in this process: its pending and later calls get `status`. If
-  // a program uses several groups, a failure in one group ends the program on
-  // its ranks, so their peers in the other groups must stop waiting.
+  // Fails a run in this process: its pending and later calls fail with
+  // `status`. If a program uses several groups, a failure in one group ends the
+  // program on the group's ranks, so peers in other groups must stop waiting.
   virtual void FailRun(int64_t run_id, const Status& status) = 0;
 
-  // Waits for the ops on all streams. Returns the first fault of a device that
-  // no op has reported.
+  // Waits for the ops on all streams. Returns the first device fault that no op
+  // has reported.
   virtual Status Check() { return Status(); }
 
-  // Closes the group. Pending and later calls fail in this process, and calls
-  // of peers fail when they wait for this process. The group is closed even if
-  // this function fails because a peer already waits.
+  // Closes the group. Pending and later calls of this process fail, and so do
+  // calls of peers that wait for this process. If a peer already waits, returns
+  // an error, but closes the group anyway.
   virtual Status Close() = 0;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C functions of every backend, called from ep/_src/native/ffi.py.
+// C functions for every backend. ep/_src/native/ffi.py calls them.
 
 #include <cstdint>
 #include <memory>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Calls `call` with the live group of this name.
+// Calls `call` with the live group of this name. Fails if there is none.
 template <typename Call>
 int32_t OnGroup(const char* name, char* error, int64_t error_bytes, Call call) {
   return ep::Export(error, error_bytes, [&] {
@@ -27,10 +27,9 @@ int32_t OnGroup(const char* name, char* error, int64_t error_bytes, Call call) {
 
 }  // namespace
 
-// Returns the version of the interface. Python calls this function first.
 EP_EXPORT int32_t ep_interface_version() { return ep::kInterfaceVersion; }
 
-// Computes the bytes of EpHandle.mem (Group::MemBytes).
+// Computes the size of EpHandle.mem in bytes (Group::MemBytes).
 EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
                                      int64_t top_k, int64_t alignment,
                                      int64_t capacity, int64_t* out,
@@ -44,7 +43,6 @@ EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
   });
 }
 
-// Measures the HostMemory of a group.
 EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
                                   int64_t* resident, char* error,
                                   int64_t error_bytes) {
@@ -56,7 +54,6 @@ EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
   });
 }
 
-// Starts a trace of a group.
 EP_EXPORT int32_t ep_group_trace_start(const char* name, const char* path,
                                        char* error, int64_t error_bytes) {
   return OnGroup(name, error, error_bytes,
@@ -64,7 +61,7 @@ EP_EXPORT int32_t ep_group_trace_start(const char* name, const char* path,
 }
 
 // Stops the trace and writes the file. No effect on a closed group, which has
-// written its file.
+// already written its file.
 EP_EXPORT int32_t ep_group_trace_stop(const char* name, char* error,
                                       int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
@@ -73,7 +70,7 @@ EP_EXPORT int32_t ep_group_trace_stop(const char* name, char* error,
   });
 }
 
-// Returns the seconds that ranks waited while the group was traced.
+// Computes the mean seconds that a rank has waited (Group::Waited).
 EP_EXPORT int32_t ep_group_waited(const char* name, double* seconds,
                                   char* error, int64_t error_bytes) {
   return OnGroup(name, error, error_bytes, [&](ep::Group& group) {
@@ -89,8 +86,8 @@ EP_EXPORT int32_t ep_group_check(const char* name, char* error,
                  [&](ep::Group& group) { return group.Check(); });
 }
 
-// Closes a group. Executables that are bound to the group then get errors. No
-// effect if no group has this name.
+// Closes a group. Executables that are bound to the group then fail. No effect
+// if no group has this name.
 EP_EXPORT int32_t ep_group_close(const char* name, char* error,
                                  int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
@@ -109,7 +106,6 @@ EP_EXPORT int32_t ep_group_release(const char* name, char* error,
   });
 }
 
-// Closes all released groups.
 EP_EXPORT int32_t ep_group_close_released(char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::Registry::Get().CloseReleased();

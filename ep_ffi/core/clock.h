@@ -9,7 +9,7 @@
 
 namespace ep {
 
-// Returns the time in seconds.
+// Returns the monotonic time in seconds.
 inline double Now() {
   return std::chrono::duration<double>(
              std::chrono::steady_clock::now().time_since_epoch())

@@ -92,8 +92,8 @@ TEST(PagesTest, ZerosTakeNoMemory) {
   EXPECT_EQ(2 * kPage, ResidentBytes(memory.data(), kBytes));
 }
 
-// If WriteZeros returned the pages to the kernel, they would come back with the
-// bytes of the other mapping.
+// If WriteZeros returned shared pages to the kernel, the next access would find
+// the old bytes again, through the other mapping.
 TEST(PagesTest, WritesZerosToSharedMemory) {
   const int fd = memfd_create("pages_test", MFD_CLOEXEC);
   ASSERT_EQ(0, ftruncate(fd, kBytes));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// C functions for Python's ctypes. They have default visibility; all other
-// symbols are hidden. A function that can fail returns the status code, 0 for
+// Helpers for the C functions that Python calls by ctypes. All other symbols
+// are hidden. A C function that can fail returns the status code, 0 for
 // success, and writes the message to `error`.
 
 #ifndef EP_FFI_CORE_EXPORT_H_
@@ -19,11 +19,12 @@ namespace ep {
 
 // The version of the interface between Python and the library: the types of the
 // exported functions and handlers, the handlers' attributes, and the C structs
-// and enums. Change it here and in ep/_src/native/ffi.py with every change of
-// these. Python refuses a library of another version before any other call.
+// and enums. If one of these changes, change the version here and in
+// ep/_src/native/ffi.py. Before any other call, Python refuses a library of
+// another version.
 inline constexpr int32_t kInterfaceVersion = 1;
 
-// Runs `body`, and returns its status as a C function does.
+// Runs `body`, writes its message to `error`, and returns its status code.
 template <typename Body>
 int32_t Export(char* error, int64_t error_bytes, Body body) {
   Status status;

@@ -18,7 +18,7 @@
 
 namespace ep {
 
-// Returns the bits of the exponent, which are all ones in infinities and NaNs.
+// Returns the exponent's mask. Its bits are all 1 in infinities and NaNs.
 inline uint32_t ExponentBits(DType dtype) {
   return dtype == DType::kFloat32    ? 0x7f800000
          : dtype == DType::kBFloat16 ? 0x7f80
@@ -49,7 +49,7 @@ EP_ALWAYS_INLINE float ToFloat(BFloat16 value) {
   return FloatFromBits(static_cast<uint32_t>(value.bits) << 16);
 }
 EP_ALWAYS_INLINE float ToFloat(Float16 value) {
-  constexpr uint32_t kBias = (127 - 15) << 23;  // difference of the biases
+  constexpr uint32_t kBias = (127 - 15) << 23;  // difference of exponent biases
   const uint32_t sign = (value.bits & 0x8000u) << 16;
   const int32_t magnitude = value.bits & 0x7fff;
   const uint32_t normal = (magnitude << 13) + kBias;
@@ -76,7 +76,7 @@ EP_ALWAYS_INLINE void Round(float value, Float16* out) {
   const uint32_t rebiased = magnitude - kBias;
   const uint32_t normal =
       std::min((rebiased + 0xfff + ((rebiased >> 13) & 1)) >> 13, 0x7c00u);
-  // Near 1/2, float32 has the spacing of subnormal float16.
+  // Adding 0.5 rounds to a multiple of 2^-24, as in subnormal float16.
   const uint32_t subnormal =
       FloatToBits(FloatFromBits(magnitude) + 0.5f) - FloatToBits(0.5f);
   out->bits =

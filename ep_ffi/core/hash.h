@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// FNV-1a over 64-bit words instead of bytes.
+// A variant of the FNV-1a hash, over 64-bit words instead of bytes.
 
 #ifndef EP_FFI_CORE_HASH_H_
 #define EP_FFI_CORE_HASH_H_

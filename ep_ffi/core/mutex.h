@@ -24,7 +24,7 @@
 #define EP_THREAD_ANNOTATION(x)
 #endif
 
-// See the page above for each attribute.
+// Clang's documentation describes each attribute.
 #define EP_GUARDED_BY(mutex) EP_THREAD_ANNOTATION(guarded_by(mutex))
 #define EP_PT_GUARDED_BY(mutex) EP_THREAD_ANNOTATION(pt_guarded_by(mutex))
 #define EP_REQUIRES(...) EP_THREAD_ANNOTATION(requires_capability(__VA_ARGS__))
@@ -36,7 +36,7 @@
 
 namespace ep {
 
-// A std::mutex with attributes.
+// A std::mutex with attributes for the thread safety analysis.
 class EP_CAPABILITY("mutex") Mutex {
  public:
   Mutex() = default;
@@ -52,8 +52,8 @@ class EP_CAPABILITY("mutex") Mutex {
   std::mutex mutex_;
 };
 
-// Holds a mutex while the object lives. The owner may unlock it in between, and
-// lock it again.
+// Holds a mutex while the object lives. The owner may unlock and relock the
+// mutex in between.
 class EP_SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) EP_ACQUIRE(mutex) : mutex_(mutex) {
@@ -67,8 +67,8 @@ class EP_SCOPED_CAPABILITY MutexLock {
   Mutex& mutex_;
 };
 
-// The caller of a wait holds the mutex, which the wait releases meanwhile. A
-// wait may end without a notification.
+// A condition variable. The caller of a wait holds the mutex; the wait releases
+// it while it blocks. A wait may end without a notification.
 class CondVar {
  public:
   CondVar() = default;
@@ -81,7 +81,7 @@ class CondVar {
     lock.release();
   }
 
-  // Returns false at the deadline.
+  // Returns false if `time` has passed.
   bool WaitUntil(Mutex& mutex, std::chrono::steady_clock::time_point time)
       EP_REQUIRES(mutex) {
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);

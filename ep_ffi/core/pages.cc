@@ -11,12 +11,12 @@
 namespace ep {
 namespace {
 
-constexpr int64_t kHugePage = 2 << 20;  // of x86-64 and arm64
+constexpr int64_t kHugePage = 2 << 20;  // bytes, on x86-64 and arm64
 
-// Below this size, a system call takes longer than writing zeros.
+// Below this many bytes, a system call takes longer than writing zeros.
 constexpr int64_t kLeastToReturn = 256 << 10;
 
-// The whole pages of an array.
+// The pages that lie entirely in an array.
 struct Pages {
   Pages(std::byte* data, int64_t bytes, int64_t page) {
     const int64_t skipped = -reinterpret_cast<uintptr_t>(data) & (page - 1);
@@ -29,8 +29,8 @@ struct Pages {
   int64_t bytes = 0;
 };
 
-// Returns false if the kernel would not zero the pages: pages of a file, or
-// shared pages. MADV_FREE refuses both.
+// Returns whether the kernel has taken the pages and will zero them. MADV_FREE
+// refuses pages of files and shared pages.
 bool ReturnToKernel(const Pages& pages) {
   return madvise(pages.data, pages.bytes, MADV_FREE) == 0 &&
          madvise(pages.data, pages.bytes, MADV_DONTNEED) == 0;
@@ -40,7 +40,7 @@ bool ReturnToKernel(const Pages& pages) {
 
 void PreferHugePages(std::byte* data, int64_t bytes) {
   const Pages pages(data, bytes, kHugePage);
-  // A kernel without huge pages fails and changes nothing.
+  // Without huge pages in the kernel, the call fails and changes nothing.
   if (pages.bytes > 0) (void)madvise(pages.data, pages.bytes, MADV_HUGEPAGE);
 }
 

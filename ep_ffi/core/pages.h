@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Operations on whole pages.
+// Operations on whole memory pages.
 //
-// XLA gives most ops fresh memory. The kernel zeroes each page at its first
-// access, which takes longer than copying our rows.
+// XLA gives most ops newly mapped memory. The kernel zeroes each page at its
+// first access, which takes longer than copying an op's rows to the page.
 
 #ifndef EP_FFI_CORE_PAGES_H_
 #define EP_FFI_CORE_PAGES_H_
@@ -13,15 +13,15 @@
 
 namespace ep {
 
-// Asks the kernel for huge pages for an array: one page fault instead of 512.
+// Asks the kernel to use huge pages for an array: 1 page fault instead of 512.
 void PreferHugePages(std::byte* data, int64_t bytes);
 
-// Writes zeros. It returns whole pages of private anonymous memory to the
-// kernel, which zeroes such a page at its next access; unread pages take no
-// memory.
+// Fills an array with zeros. Returns whole pages of private anonymous memory to
+// the kernel, which zeroes a page at its next access. Until then, the page
+// takes no memory.
 void WriteZeros(std::byte* data, int64_t bytes);
 
-// Returns the resident bytes of an array that begins at a page border.
+// Returns how many bytes of a page-aligned array are in RAM.
 int64_t ResidentBytes(std::byte* data, int64_t bytes);
 
 }  // namespace ep

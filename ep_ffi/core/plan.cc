@@ -15,11 +15,11 @@ constexpr uint64_t kMagic = 0x316e616c705f7065;  // "ep_plan1"
 
 struct PlanHeader {
   uint64_t magic;
-  uint64_t dims_hash;    // of the PlanDims, without `drop`
+  uint64_t dims_hash;    // hash of the PlanDims without `drop`
   uint64_t fingerprint;  // a hash of the choices of all ranks
   int64_t rank;
   int64_t num_slots;
-  uint64_t checksum;  // of the fields above and the routes that movers read
+  uint64_t checksum;  // over the fields above and the routes that ops read
 };
 
 constexpr int64_t kHeaderBytes = 64;
@@ -29,8 +29,8 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Hashes the sizes that a reader of a plan relies on. The overflow policy is
-// not among them: a plan of a dropping layer may serve a layer that fails.
+// Hashes the sizes that a reader of a plan relies on. Leaves out the overflow
+// policy: a layer that fails may use a plan of a layer that drops.
 uint64_t HashDims(const PlanDims& d) {
   return Hash({d.num_experts, d.ep_size, d.num_tokens, d.top_k, d.capacity,
                d.alignment});
@@ -64,13 +64,12 @@ uint64_t Checksum(const PlanDims& dims, const PlanHeader& header,
                word(SumOf(RecvRoutes(dims, mem), header.num_slots))});
 }
 
-// Counts the choices of one rank for one expert.
 int64_t Count(const ChoicesView& choices, int64_t expert) {
   return choices.starts[expert + 1] - choices.starts[expert];
 }
 
-// Checks the choices of one rank, which may be a peer's, and hashes them into
-// the fingerprint.
+// Checks the choices of a rank, which may be a peer, and adds the choices to
+// the hash `fingerprint`.
 Status ReadChoices(const PlanDims& dims, int64_t rank,
                    const ChoicesView& choices, uint64_t* fingerprint) {
   bool valid = choices.starts[0] == 0 &&
@@ -78,7 +77,7 @@ Status ReadChoices(const PlanDims& dims, int64_t rank,
   for (int64_t e = 0; valid && e < dims.num_experts; ++e) {
     valid = choices.starts[e] <= choices.starts[e + 1];
   }
-  // Finds the largest choice, and a weighted sum, which depends on the order.
+  // Computes the largest choice, and a sum that depends on the choices' order.
   const int64_t num_used = valid ? choices.starts[dims.num_experts] : 0;
   uint32_t largest = 0, sum = 0;
   for (int64_t i = 0; i < num_used; ++i) {
@@ -99,9 +98,9 @@ Status ReadChoices(const PlanDims& dims, int64_t rank,
   return Status();
 }
 
-// Returns the first slot of each local expert's slab on `rank`, and then the
-// number of slots that the rank needs. Slabs ascend by expert and are padded to
-// the alignment.
+// Returns the first slot of each local expert's slab on `rank`, and, as last
+// element, the number of slots that `rank` needs. Slabs ascend by expert and
+// are padded to the alignment.
 std::vector<int64_t> SlabOffsets(const PlanDims& dims, int64_t rank,
                                  const std::vector<ChoicesView>& choices) {
   const int64_t num_local = dims.num_local_experts();
@@ -131,7 +130,7 @@ Status ValidateDims(const PlanDims& d) {
                          " must be positive, and num_experts a multiple of "
                          "ep_size"));
   }
-  // Bounds every sum of slots by P (T K) + L alignment.
+  // No rank can need more than P T K + L alignment slots.
   constexpr double kMax = std::numeric_limits<int32_t>::max();
   if (static_cast<double>(d.ep_size) * d.num_tokens * d.top_k +
               static_cast<double>(d.num_local_experts()) * d.alignment >

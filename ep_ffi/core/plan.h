@@ -9,15 +9,15 @@
 //
 //   mem = PlanHeader | send: Route[T * K] | recv: Route[C] | zero padding
 //
-//   send[t * K + k]  rank and slot of token t for its k-th choice
-//   recv[c]          source rank and its choice t * K + k for my slot c
+//   send[t * K + k]  destination rank and slot of token t's k-th choice
+//   recv[c]          source rank, and its choice t * K + k, of local slot c
 //
-// {-1, -1} marks an unused or dropped choice, a row that pads a slab, and the
-// tail past the last slab.
+// The route {-1, -1} marks an unused or dropped choice, a padding row of a
+// slab, and a slot past the last slab.
 //
-// docs/semantics.md defines the layout of the slots: expert-major slabs, each
-// padded to `alignment`; in a slab, tokens ascend by source rank, then by
-// index.
+// The rows of each local expert form a slab. Slabs ascend by expert and are
+// padded to `alignment` rows. In a slab, tokens ascend by source rank, then by
+// index. See docs/semantics.md.
 
 #ifndef EP_FFI_CORE_PLAN_H_
 #define EP_FFI_CORE_PLAN_H_
@@ -34,20 +34,21 @@ namespace ep {
 struct PlanDims {
   int64_t num_experts;  // E
   int64_t ep_size;      // P
-  int64_t num_tokens;   // T, tokens of a rank
+  int64_t num_tokens;   // T, tokens per rank
   int64_t top_k;        // K
-  int64_t capacity;     // C, slots of a rank
-  int64_t alignment;    // of a slab, in rows
+  int64_t capacity;     // C, slots per rank
+  int64_t alignment;    // rows; slab sizes are multiples
   bool drop;            // overflow policy: drop choices past C, or fail
 
   int64_t num_local_experts() const { return num_experts / ep_size; }  // L
   int64_t num_choices() const { return num_tokens * top_k; }           // T K
 };
 
-// Fails unless the sizes are positive, divide, and fit into 32-bit indices.
+// Fails unless all sizes are positive (T may be 0), E is a multiple of P, and
+// row indices fit into int32.
 Status ValidateDims(const PlanDims& dims);
 
-// Returns the bytes of `EpHandle.mem`.
+// Returns the size of `EpHandle.mem` in bytes.
 int64_t PlanBytes(const PlanDims& dims);
 
 struct Route {
@@ -57,14 +58,14 @@ struct Route {
 
 inline constexpr Route kNoRoute = {-1, -1};
 
-// The choices of a rank, sorted by expert. The rank sends them to its peers.
+// A rank's choices, sorted by expert. Each rank sends this struct to its peers.
 struct SortedChoices {
   std::vector<int32_t> starts;  // [E + 1], prefix sums of choices per expert
   std::vector<int32_t> order;   // [T K], choices t K + k, ascending per expert
 };
 
-// Sorts `topk_idx` [T, K] in O(T K + E). Fails on an expert id outside [-1, E)
-// and on an expert that occurs twice in a token.
+// Sorts `topk_idx` [T, K] in O(T K + E). Fails if an expert id is outside [-1,
+// E), or if a token has an expert twice.
 template <typename Index>
 Status SortChoices(const PlanDims& dims, const Index* topk_idx,
                    SortedChoices* out);
@@ -78,17 +79,17 @@ struct ChoicesView {
 struct PlanOutputs {
   std::byte* mem;              // [PlanBytes]
   int32_t* group_sizes;        // [L] rows of each slab inside the capacity
-  int32_t* token_counts;       // [L] tokens kept in each slab
+  int32_t* token_counts;       // [L] tokens in each slab, without padding
   int32_t* total_recv_tokens;  // [1] slots needed, before any drop
-  int32_t* dropped_counts;     // [L] tokens of each expert without a slot
-  int32_t* max_recv_tokens;    // [1] the largest total of the domain's ranks
+  int32_t* dropped_counts;     // [L] tokens of each expert that got no slot
+  int32_t* max_recv_tokens;    // [1] maximum total_recv_tokens of the domain
   uint8_t* kept;               // [T, K] 1 if the choice has a slot, else 0
 };
 
-// Writes the plan of `rank` from the choices of all ranks. Fails if a rank of
-// the domain overflows and the policy is not to drop; all ranks see all counts
-// and fail with the same message. `domain` is hashed into the fingerprint, so
-// that plans of two domains differ even if their choices are equal.
+// Writes the plan of `rank` from the choices of all ranks. Fails if a rank
+// needs more than its capacity and `dims.drop` is false. Every rank sees all
+// counts, so all ranks fail with the same message. The fingerprint hashes
+// `domain`, so that it differs between domains even if the choices are equal.
 Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
                  const std::vector<ChoicesView>& choices,
                  const PlanOutputs& out);
@@ -101,14 +102,14 @@ void SealPlan(const PlanDims& dims, std::byte* mem);
 class Plan {
  public:
   // Fails unless `rank` made `mem` for exactly these sizes, and the bytes that
-  // movers read are unchanged.
+  // ops read are unchanged.
   static Status Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
                      int64_t bytes, Plan* out);
 
   int64_t rank() const { return rank_; }
   const Route* send() const { return send_; }       // [T K]
   const Route* recv() const { return recv_; }       // [C]
-  int64_t num_slots() const { return num_slots_; }  // used, padding included
+  int64_t num_slots() const { return num_slots_; }  // used, with padding
   // A hash of all choices, equal on all ranks of a domain.
   uint64_t fingerprint() const { return fingerprint_; }
 

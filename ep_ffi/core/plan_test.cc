@@ -95,7 +95,7 @@ TEST(PlanTest, RandomPlansMatchTheContract) {
 }
 
 TEST(SortChoicesTest, RejectsIdsOutOfRange) {
-  // The low 32 bits of the last id are 0.
+  // Truncated to 32 bits, the last id would be 0, a valid id.
   for (int64_t bad : {int64_t{4}, int64_t{-2}, int64_t{1} << 32}) {
     std::vector<int64_t> topk_idx = kSmallChoices[0];
     topk_idx[3] = bad;
@@ -164,7 +164,7 @@ TEST(PlanTest, OpensOnlyForItsSizes) {
   }
 }
 
-// The plan does not depend on the policy if it drops nothing.
+// If no choice is dropped, the plan does not depend on the overflow policy.
 TEST(PlanTest, OpensForTheOtherOverflowPolicy) {
   PlanDims dropping = kSmall;
   dropping.drop = true;
@@ -190,7 +190,7 @@ TEST(PlanTest, RejectsBytesThatAreNotAPlanOfThisRank) {
             Plan::Open(kSmall, 1, moved.data() + 1, mem.size(), &plan).code());
 }
 
-// Movers read neither padding nor routes past the used slots.
+// Ops read neither padding nor routes past the used slots.
 TEST(PlanTest, RejectsEveryChangedBitThatMoversRead) {
   const BuiltPlan prepared = Build(kSmall, 0, kSmallChoices);
   const Plan plan = OpenValid(kSmall, 0, prepared.mem);

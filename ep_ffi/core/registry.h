@@ -4,8 +4,8 @@
 //
 // XLA gives an FFI handler attributes and buffers only, so a compiled program
 // names its group by a string, which is the same on every rank. The registry
-// finds the `Group` when XLA instantiates the program. It is the library's only
-// global state.
+// finds the `Group` when XLA instantiates the program. The registry is the
+// library's only global state.
 
 #ifndef EP_FFI_CORE_REGISTRY_H_
 #define EP_FFI_CORE_REGISTRY_H_
@@ -23,7 +23,7 @@
 
 namespace ep {
 
-// One use of a group by one op of one executable.
+// The use of a group by an op of an executable.
 struct Binding {
   std::shared_ptr<Group> group;
   int64_t clone;       // see Site::clone
@@ -38,8 +38,9 @@ class Registry {
 
   // Returns the group of this name, or null.
   std::shared_ptr<Group> Find(const std::string& name);
-  // Fails if a live group has this name. `config` describes the group, above
-  // all its sizes: an exported program may find another group of the same name.
+  // Fails if a live group has this name. `config` describes the group, mainly
+  // its sizes, since an exported program may find another group of the same
+  // name.
   Status Add(const std::string& name, const std::string& config,
              std::shared_ptr<Group> group);
   // Removes and returns the group of this name, or null. Bound executables keep
@@ -49,7 +50,6 @@ class Registry {
   // Removes a group that its user dropped without closing it. The group closes
   // when the last bound executable is destroyed.
   void Release(const std::string& name);
-  // Closes the released groups that are still alive.
   void CloseReleased();
 
   void FailRun(int64_t run_id, const Status& status);  // in all groups
@@ -57,10 +57,10 @@ class Registry {
   // Binds the op at `position` of the program that XLA instantiates. The group
   // is null if no live group has this name.
   //
-  // If a program calls a function twice, XLA inlines it twice, and both copies
-  // of an op have the same position. `clone` counts the copies in the order of
-  // their instantiation, which follows XLA's schedule and is the same in every
-  // process.
+  // If a program calls a function twice, XLA inlines the function twice, and
+  // both copies of an op have the same position. `clone` numbers the copies in
+  // the order in which XLA instantiates them. This order follows XLA's schedule
+  // and is the same in every process.
   Binding Bind(const std::string& name, const std::string& program,
                int64_t position);
 
@@ -68,13 +68,13 @@ class Registry {
   struct Entry {
     std::shared_ptr<Group> group;
     std::string config;
-    // The next clone by program and position.
+    // The next clone index, by program and position.
     std::map<std::pair<std::string, int64_t>, int64_t> clones;
   };
 
   Mutex mutex_;
   std::map<std::string, Entry> entries_ EP_GUARDED_BY(mutex_);
-  // Some of them may be destroyed.
+  // Some released groups may be destroyed already.
   std::vector<std::weak_ptr<Group>> released_ EP_GUARDED_BY(mutex_);
 };
 

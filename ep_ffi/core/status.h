@@ -17,8 +17,8 @@ namespace ep {
 // The canonical status codes that this library uses.
 enum class Code : uint8_t {
   kOk,
-  kInvalidArgument,     // the input is wrong in any state
-  kFailedPrecondition,  // the group or the handle is in the wrong state
+  kInvalidArgument,     // the input is invalid in every state
+  kFailedPrecondition,  // wrong state of the group or the handle
   kResourceExhausted,   // the capacity or the memory is too small
   kDeadlineExceeded,    // a peer did not post in time
   kUnavailable,         // a peer closed the group or died
@@ -44,7 +44,7 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// Returns `expr` from the enclosing function if it is a failure.
+// Returns the status `expr` from the enclosing function if it is an error.
 #define EP_RETURN_IF_ERROR(expr)                    \
   do {                                              \
     if (::ep::Status s = (expr); !s.ok()) return s; \

@@ -21,7 +21,7 @@ void Append(const Part& part, std::string* out) {
   } else if constexpr (std::is_same_v<Part, char>) {
     out->push_back(part);
   } else if constexpr (std::is_floating_point_v<Part>) {
-    // std::to_string uses the locale of the program for fractions.
+    // std::to_string would format fractions in the program's locale.
     std::ostringstream stream;
     stream.imbue(std::locale::classic());
     stream << part;
@@ -33,8 +33,7 @@ void Append(const Part& part, std::string* out) {
 
 }  // namespace internal
 
-// Returns one string of all parts. Numbers are formatted as "%d" or "%g" does
-// in the locale "C".
+// Concatenates all parts. Formats numbers as "%d" or "%g" in the "C" locale.
 template <typename... Parts>
 std::string StrCat(const Parts&... parts) {
   std::string out;

@@ -8,7 +8,7 @@
 namespace ep {
 namespace {
 
-// Returns the first fields of a line about an op.
+// Returns the first JSON fields of a trace line: the names of the op.
 std::string Name(const TracedOp& op) {
   return StrCat("{\"op\":", Quoted(OpName(op.op)),
                 ",\"layer\":", Quoted(op.layer),

@@ -3,7 +3,7 @@
 // Records the times and row counts of a group's exchanges in this process, and
 // writes them to a file. Python writes the first line of the file
 // (ep/_src/base/backend.py), and ep/_tools/trace/trace.py merges the files of
-// all processes. A trace that is off costs an exchange one relaxed load.
+// all processes. A trace that is off costs an exchange one relaxed atomic load.
 
 #ifndef EP_FFI_CORE_TRACE_H_
 #define EP_FFI_CORE_TRACE_H_
@@ -32,9 +32,9 @@ struct TracedOp {
   int32_t domain = 0;
 };
 
-// The work of one rank in an exchange. `rows` counts the rows that ep_prepare
-// expects to receive, or the slots, with padding, that a mover writes or reads.
-// All fields are -1 for ranks of other processes.
+// The work of one rank in an exchange. In ep_prepare, `rows` counts the rows
+// that the rank will receive; in other ops, the slots that the rank writes or
+// reads, with padding. All fields are -1 for ranks of other processes.
 struct TracedRows {
   int64_t rows = -1;
   int64_t dropped = -1;  // in ep_prepare
@@ -42,19 +42,19 @@ struct TracedRows {
   std::vector<int32_t> tokens;  // in ep_prepare, by local expert
 };
 
-// An exchange. Times are in seconds of this process's clock, or of this GPU's
-// clock. Lists are indexed by rank.
+// A recorded exchange. Times are seconds of this process's or GPU's clock.
+// Vectors are indexed by rank.
 struct TracedExchange {
   TracedOp op;
-  std::vector<double> came;     // arrival times; an upper bound for a rank of
-                                // another process
+  std::vector<double> came;     // arrival times; upper bounds for ranks of
+                                // other processes
   std::optional<double> began;  // when the last rank arrived; none if unknown
   double ended = 0;
   std::vector<TracedRows> moved;
 };
 
-// A failed op. `ranks` are the ranks that did not arrive or, if `are_absent` is
-// false, the ranks that disagreed with the majority.
+// A failed op. `ranks` lists the absent ranks if `are_absent`, else the ranks
+// that disagreed with the majority.
 struct TracedFailure {
   TracedOp op;
   std::vector<int32_t> ranks;
@@ -64,32 +64,31 @@ struct TracedFailure {
 // Thread-safe.
 class Trace {
  public:
-  // Opens the file and begins to record.
   Status Start(const std::string& path) EP_EXCLUDES(mutex_);
 
   // Returns the time if the trace is on, else 0.
   double Time() const { return is_on() ? Now() : 0; }
   bool is_on() const { return is_on_.load(std::memory_order_relaxed); }
 
-  // Records an exchange. `waited` is the sum of the seconds that ranks of this
-  // process waited in it. After kKept exchanges it only counts them. No effect
-  // if the trace is off.
+  // Records an exchange; after kKept exchanges, only counts it. `waited` is the
+  // total time, in seconds, that ranks of this process waited in the exchange.
+  // No effect if the trace is off.
   void Add(TracedExchange exchange, double waited) EP_EXCLUDES(mutex_);
 
   // Counts an exchange without recording it.
   void Lose() EP_EXCLUDES(mutex_);
 
-  // Returns the seconds that ranks of this process waited.
+  // Returns the total seconds that ranks of this process waited in exchanges.
   double Waited() EP_EXCLUDES(mutex_);
 
   // Writes all recorded exchanges and a line about a failure, because the
-  // process may terminate without a Stop. No effect if the trace is off, or
-  // after kFailed failures.
+  // process may terminate before Stop. No effect if the trace is off, or after
+  // kFailed failures.
   void Fail(const TracedFailure& failure, const Status& status)
       EP_EXCLUDES(mutex_);
 
-  // Writes all recorded exchanges and the number of lost ones, and closes the
-  // file. No effect if the trace is off.
+  // Writes all recorded exchanges and the number of lost exchanges, and closes
+  // the file. No effect if the trace is off.
   Status Stop() EP_EXCLUDES(mutex_);
 
  private:

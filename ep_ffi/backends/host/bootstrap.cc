@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C function that creates a host group, for ep/_src/native/ffi.py.
+// The C function that creates a host group. ep/_src/native/ffi.py calls it.
 
 #include <cstdint>
 #include <memory>

@@ -30,7 +30,7 @@ Signature SignatureOf(const Call& call, const PlanDims& dims) {
   return s;
 }
 
-// Returns a mover's signature and arrays: its rows, and their weights, if any.
+// Makes the contribution of a Scatter or Gather: signature, rows, and weights.
 Contribution RowsContribution(const Call& call, const PlanDims& dims,
                               const Plan& plan, const ConstRows& rows,
                               const float* weights, int64_t num_weights) {
@@ -50,7 +50,6 @@ Contribution RowsContribution(const Call& call, const PlanDims& dims,
   return c;
 }
 
-// Posts a mover for a rank.
 template <typename Place, typename Mover>
 void Post(const Call& call, const Place& place, Mover mover, Contribution c) {
   const auto shared = std::make_shared<const Mover>(std::move(mover));
@@ -78,7 +77,7 @@ ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
 }  // namespace
 
 Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
-  // The tick checks timeouts, so an error may be `tick_s` late.
+  // Each tick checks for timeouts, so a timeout error may be `tick_s` late.
   const double tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;
   EP_RETURN_IF_ERROR(Peers::Connect(options.topology, options.listener,
@@ -107,21 +106,21 @@ HostGroup::~HostGroup() {
     (void)Close();
     return;
   }
-  // Leaks the exchanges: their destructor would wait for threads that a forked
-  // child does not have. A lost thread may hold the lock.
+  // Leaks the exchanges, since their destructor would join threads that a
+  // forked child lacks. Takes no lock, since one of these threads may hold it.
   new std::shared_ptr<Exchanges>(std::move(exchanges_));
 }
 
 bool HostGroup::IsForked() const { return getpid() != process_; }
 
 std::shared_ptr<Exchanges> HostGroup::exchanges() const {
-  if (IsForked()) return nullptr;  // a lost thread may hold the lock
+  if (IsForked()) return nullptr;  // a parent's thread may hold the lock
   MutexLock lock(mutex_);
   return exchanges_;
 }
 
 HostMemory HostGroup::Memory() {
-  if (IsForked()) return {};  // a lost thread may hold the lock of the segments
+  if (IsForked()) return {};  // a parent's thread may hold the pool's lock
   const std::shared_ptr<SegmentPool> segments = segments_.lock();
   return segments ? segments->Memory() : HostMemory();
 }
@@ -246,8 +245,8 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
     for (size_t r = 0; r < ranks.size(); ++r) {
       choices.push_back({static_cast<const int32_t*>(ranks[r].first),
                          static_cast<const int32_t*>(ranks[r].second)});
-      // Another process can write to its segment at any time. The copy keeps
-      // the values that BuildPlan has checked.
+      // Another process can write to its segment at any time. So BuildPlan must
+      // check and use a private copy of the choices.
       if (is_local[r]) continue;
       choices[r] = Copy(dims, choices[r], &copies.emplace_back());
     }
@@ -280,8 +279,8 @@ void HostGroup::Gather(Call call, const GatherArgs& args) {
 
   Contribution c = RowsContribution(call, dims, plan, args.slots,
                                     args.slot_weights, dims.capacity);
-  // Copies only the slots that another process reads. The pages of the other
-  // slots stay untouched.
+  // Copies only the slots that another process reads. Pages without such slots
+  // stay untouched.
   c.stage = [this, domain = place.domain, plan, args](std::byte* rows,
                                                       std::byte* weights) {
     const int64_t row_bytes = args.slots.row_bytes();

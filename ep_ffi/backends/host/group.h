@@ -2,10 +2,10 @@
 
 // The host backend: runs the five ops as exchanges (exchange.h).
 //
-// Executables hold the group and may outlive its closing. A closed group drops
-// its exchanges, which free their sockets, threads and shared memory after the
-// last op in flight. A group does nothing in a forked child of its process: the
-// child has none of the threads but shares the sockets.
+// Executables hold references to the group and may outlive its closing. A
+// closed group drops its `Exchanges` object, which frees sockets, threads and
+// shared memory after the last op in flight. In a forked child process, a group
+// does nothing: the child lacks the threads but shares the sockets.
 
 #ifndef EP_FFI_BACKENDS_HOST_GROUP_H_
 #define EP_FFI_BACKENDS_HOST_GROUP_H_
@@ -29,8 +29,8 @@
 
 namespace ep::host {
 
-// Thread-safe. The lock guards only the pointer to the exchanges. A method that
-// has copied the pointer may use the exchanges while the group closes.
+// Thread-safe. The lock guards only the pointer `exchanges_`. A method that has
+// copied the pointer may use the object while the group closes.
 class HostGroup : public Group {
  public:
   struct Options {
@@ -39,13 +39,13 @@ class HostGroup : public Group {
     Topology topology;
     double timeout_s;  // for connecting, and for ranks that wait for peers
     int listener;      // see Handshake
-    // Is called once for each run that fails in this group.
+    // Called once for each run that fails in this group.
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
-    // See Exchanges::Options.
+    // See Exchanges::OnTick.
     double exit_after_s = std::numeric_limits<double>::infinity();
   };
 
-  // Collective over the processes of the topology.
+  // Creates a group. Collective over the processes of the topology.
   static Status Create(Options options, std::shared_ptr<Group>* out);
   ~HostGroup() override;
 
@@ -69,7 +69,7 @@ class HostGroup : public Group {
   Status Close() override;
 
  private:
-  // The rank of a call, and the exchanges that serve it.
+  // The rank that made a call, and the object that runs the call.
   struct Place {
     std::shared_ptr<Exchanges> exchanges;  // null if the group is closed
     int32_t domain = 0;
@@ -80,16 +80,15 @@ class HostGroup : public Group {
             std::shared_ptr<Exchanges> exchanges);
 
   PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
-  // Returns whether this process is a forked child of the group's process.
   bool IsForked() const;
   // Returns null if the group is closed, and in a forked child.
   std::shared_ptr<Exchanges> exchanges() const;
   Status Locate(const Call& call, Place* place) const;
-  // Finds the rank of a mover's call, and opens its plan. Otherwise fails the
-  // call and returns false.
+  // Finds the rank of a Scatter or Gather call, and opens the rank's plan. On
+  // an error, fails the call and returns false.
   bool Open(const Call& call, const PlanDims& dims, const Mem& mem,
             Place* place, Plan* plan) const;
-  // Fails an op, and its run on all ranks.
+  // Fails a call, and fails its run on all ranks.
   void Fail(const Call& call, const Place& place, Status status) const;
 
   const std::string name_;
@@ -97,7 +96,7 @@ class HostGroup : public Group {
   const Topology topology_;
   const std::function<void(int64_t run_id, const Status&)> on_run_failed_;
   const pid_t process_;  // the process that created the group
-  const std::weak_ptr<SegmentPool> segments_;  // the exchanges own them
+  const std::weak_ptr<SegmentPool> segments_;  // owned by `exchanges_`
 
   mutable Mutex mutex_;
   std::shared_ptr<Exchanges> exchanges_ EP_GUARDED_BY(mutex_);

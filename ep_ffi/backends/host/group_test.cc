@@ -53,7 +53,7 @@ testing::StepPtr PrepareStep(const Domain& domain, const PlanDims& dims) {
   return testing::Step::Make(domain, Op::kPrepare, {/*run_id=*/1}, inputs);
 }
 
-// Prepares, and makes a combine of rows whose words are all `word`.
+// Runs ep_prepare. Returns an ep_combine whose rows repeat `word`.
 testing::StepPtr CombineStep(const Domain& domain, uint32_t word) {
   const testing::StepPtr prepare = PrepareStep(domain, kTwoRanks);
   prepare->Run();
@@ -79,7 +79,7 @@ TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
   }
 }
 
-// XLA's threads flush denormals. Our threads may run the op instead.
+// XLA's threads flush denormals. So must our threads, which may run the op.
 TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
   constexpr uint32_t kDenormal = 1;
   for (int32_t num_processes : {1, 2}) {
@@ -120,7 +120,7 @@ TEST(HostGroupTest, AGroupMayCloseAtAnyMomentOfItsOps) {
   }
 }
 
-// Returns the numbers of descriptors, segments and threads of the process.
+// Counts the descriptors, segments and threads of this process.
 std::array<size_t, 3> CountHoldings() {
   const std::string segments = Lines("/proc/self/maps", "memfd:ep_");
   return {
@@ -129,7 +129,7 @@ std::array<size_t, 3> CountHoldings() {
       CountEntries("/proc/self/task")};
 }
 
-// Does not destroy the groups, since a compiled program would keep them alive.
+// Closes groups but keeps the objects alive, as compiled programs do.
 TEST(HostGroupTest, ClosedGroupsHoldNothing) {
   std::vector<Domain> closed;
   const auto cycle = [&] {
@@ -140,10 +140,10 @@ TEST(HostGroupTest, ClosedGroupsHoldNothing) {
     }
     for (const auto& group : domain.groups) (void)group->Close();
   };
-  cycle();  // makes objects that stay
+  cycle();  // creates objects that are never freed
   const auto before = CountHoldings();
   for (int i = 0; i < 200; ++i) cycle();
-  // The last threads end a moment later.
+  // Threads of a closed group end a moment later.
   const auto has_no_more = [&] {
     const auto after = CountHoldings();
     return after[0] <= before[0] && after[1] <= before[1] &&

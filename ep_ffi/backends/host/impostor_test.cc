@@ -27,7 +27,7 @@ using testing::RankInput;
 using testing::Step;
 using testing::StepPtr;
 
-// Reading this number of choices takes a while.
+// Many tokens, so that reading the choices of a rank takes a while.
 constexpr PlanDims kDims = {
     /*num_experts=*/2,    /*ep_size=*/2,
     /*num_tokens=*/10000, /*top_k=*/1,
@@ -62,12 +62,11 @@ Message NextPost(Impostor& impostor) {
   return message;
 }
 
-// A segment of the impostor.
+// A shared-memory segment of the impostor.
 struct Shared {
   explicit Shared(const GroupWithImpostor& group) : impostor(*group.impostor) {
     testing::ExpectOk(pool.Acquire(1, /*readers=*/{0}, &segment, &fd));
   }
-  // Announces a segment with these descriptors.
   static void Announce(Impostor& impostor, const std::vector<int>& fds) {
     Message message = {};
     message.type = Message::kSegment;
@@ -145,7 +144,7 @@ TEST(ImpostorTest, ChangingChoicesGiveAValidPlanOrAnError) {
   EXPECT_GT(accepted, 0);
 }
 
-// Lowers a limit of this process temporarily.
+// Lowers a resource limit of this process while the object lives.
 class Limit {
  public:
   Limit(decltype(RLIMIT_NOFILE) resource, rlim_t most) : resource_(resource) {
@@ -188,7 +187,7 @@ TEST(LimitsTest, TheErrorOfAReceiverNamesTheLimitToRaise) {
   post.segment = 0;
   Status status;
   {
-    // With a limit of 0, this process could not send the descriptor.
+    // With a limit of 0, the impostor could not send the descriptor.
     const Limit limit(RLIMIT_NOFILE, 1000);
     std::vector<Fd> others;
     do {

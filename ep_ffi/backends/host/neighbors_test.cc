@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests the host backend beside other users and other jobs of the same host.
+// Tests the host backend beside other users and other jobs on the same host.
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -29,10 +29,10 @@
 namespace ep::host {
 namespace {
 
-constexpr double kTimeoutS = 30;  // longer than any wait here
+constexpr double kTimeoutS = 30;  // longer than any wait in this test
 constexpr int32_t kObserver = kNumRanks - 1;
 
-// A single-threaded process of another user that calls a function.
+// A child process that calls a function as another user.
 class Nobody {
  public:
   explicit Nobody(const std::function<void()>& act) : child_(fork()) {
@@ -44,7 +44,6 @@ class Nobody {
     act();
     _exit(::testing::Test::HasFailure());
   }
-  // Waits for the end of the process.
   ~Nobody() {
     int status;
     EXPECT_EQ(child_, waitpid(child_, &status, 0));
@@ -71,8 +70,8 @@ int Connect(const std::string& name) {
   return fd;
 }
 
-// Connects to the others as the observer, before the observer does. Expects
-// that they close the connection immediately.
+// Connects to the other ranks under the observer's number, before the observer
+// does. Expects that the ranks close the connections immediately.
 void ExpectTurnedAway(const Records& records, int connected) {
   std::vector<int> sockets;
   const Hello hello = {kObserver};
@@ -143,8 +142,8 @@ TEST(NeighborsTest, SendsNothingToAnotherUser) {
   close(told[0]);
 }
 
-// Connects to all listening sockets, binds every name that it sees or derives,
-// and keeps the sockets open.
+// Disturbs a bootstrap: connects to all listening sockets, binds their names
+// and similar names, and keeps up to 500 sockets open.
 [[noreturn]] void Disturb() {
   std::deque<int> held;
   while (true) {
@@ -164,7 +163,7 @@ TEST(NeighborsTest, SendsNothingToAnotherUser) {
   }
 }
 
-// Each rank closes after its last op, while others may read its rows.
+// Each rank closes the group after its last op, while peers may read its rows.
 TEST(NeighborsTest, AnotherUserCannotStopABootstrap) {
   for (int i = 0; i < 10; ++i) {
     Job job;
@@ -178,8 +177,8 @@ TEST(NeighborsTest, AnotherUserCannotStopABootstrap) {
   }
 }
 
-// Runs `act` on the observer, which is not in the group, after the others have
-// run their ops and before they close the group.
+// Runs `act` on the observer, which is not in the group, after the other ranks
+// have run their ops and before they close the group.
 void Observe(const std::function<void(Rank&)>& act) {
   Job job;
   ExpectNothingSaid(job.Run([&](Rank& rank) {
@@ -215,7 +214,7 @@ TEST(NeighborsTest, AnotherUserCannotOpenSharedMemory) {
   });
 }
 
-// So even a SIGKILL leaves nothing behind.
+// The kernel frees an unnamed segment with its processes, even after SIGKILL.
 TEST(NeighborsTest, SegmentsHaveNeitherNamesNorDescriptors) {
   Observe([](Rank& rank) {
     for (int32_t r = 0; r < kObserver; ++r) {
@@ -243,7 +242,7 @@ TEST(NeighborsTest, SegmentsHaveNeitherNamesNorDescriptors) {
   });
 }
 
-// Ranks of one job die. The other job has the same group names and continues.
+// Ranks of one job die. Another job with the same group names continues.
 TEST(NeighborsTest, JobsDoNotDisturbEachOther) {
   const pid_t other = fork();
   if (other == 0) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests the host backend between real processes: ranks die, and the others fail
-// with an error that names the rank.
+// Tests the host backend between real processes: if a rank dies, all other
+// ranks fail with an error that names the dead rank.
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -21,7 +21,7 @@ using testing::Random;
 using testing::StepPtr;
 using testing::Uniform;
 
-constexpr double kTimeoutS = 30;  // longer than any wait here
+constexpr double kTimeoutS = 30;  // longer than any wait in this test
 constexpr double kSoonS = 5;
 
 using Words = std::vector<std::string>;
@@ -34,7 +34,7 @@ std::vector<int32_t> AllBut(int32_t dead) {
   return ranks;
 }
 
-// Bootstraps the group, and waits until all ranks have done so.
+// Bootstraps the group, and waits until all ranks have joined.
 void Join(Rank& rank) {
   rank.Bootstrap(kTimeoutS);
   rank.WaitForOthers(-1, [](auto& r) { return r.joined > 0; });
@@ -49,7 +49,7 @@ void GoOnWithout(int32_t dead, Rank& rank) {
   rank.Close();
 }
 
-// Runs ops until a peer dies. Returns the error of the op.
+// Runs ops until one fails because a peer died. Returns the op's error.
 std::string Survive(int32_t dead, Rank& rank) {
   while (rank.status().ok()) rank.Next();
   const std::string told = rank.status().message();
@@ -57,7 +57,7 @@ std::string Survive(int32_t dead, Rank& rank) {
   return told;
 }
 
-// Kills the rank later, while it continues.
+// Kills this rank after `us` microseconds, while the caller continues.
 void DieLater(int64_t us, Way way, Rank& rank) {
   std::thread([us, way, &rank] {
     usleep(us);
@@ -84,7 +84,7 @@ enum When {
 class DeathTest : public ::testing::TestWithParam<Way> {
  protected:
   // Expects that every survivor ended well and got an error soon. The error
-  // contains one word of each of `words`.
+  // contains a word of each element of `words`.
   void ExpectTold(int32_t dead, const Job& job,
                   const std::vector<Ending>& endings,
                   const std::vector<Words>& words) {
@@ -134,10 +134,10 @@ TEST_P(DeathTest, ARankMayDieInAnyOp) {
         }
         rank.Die(GetParam());
       });
-      // The op can complete after the rank's post, unless the others had not
-      // connected yet.
+      // If the rank dies after its post, the op completes, unless other ranks
+      // had not connected yet.
       Words ops, who = Died(dead);
-      if (op == 0) {  // the others may not have connected yet
+      if (op == 0) {  // other ranks may not have connected yet
         ops.push_back("connected");
         who.push_back(StrCat("process ", dead, " died while"));
       }
@@ -162,15 +162,15 @@ TEST_P(DeathTest, ARankMayDieAtAnyMoment) {
       DieLater(us, GetParam(), rank);
       WorkOn(rank);
     });
-    // The others may not have connected yet.
+    // Other ranks may not have connected yet.
     Words who = Died(dead);
     who.push_back(StrCat("process ", dead, " died while"));
     ExpectTold(dead, job, endings, {{"ep_", "connected"}, who});
   }
 }
 
-// Two ops are independent. A rank that learns of the death in one op, while it
-// waits or when it posts, does not post to the other op.
+// Two ops are independent. A rank that learns of a death in the first op, while
+// it waits or posts, does not post to the second op.
 TEST_P(DeathTest, ARankMayDieAfterPostingALaterOp) {
   const int32_t dead = 2, giving_up = 3;
   for (bool late : {false, true}) {
@@ -225,7 +225,7 @@ TEST_P(DeathTest, ARankMayDieInBootstrap) {
   }
 }
 
-// The others run ops, or finalize the group.
+// Meanwhile the other ranks run ops, or finalize the group.
 TEST_P(DeathTest, ARankMayDieInFinalize) {
   for (int i = 0; i < 16 && !HasFailure(); ++i) {
     const int32_t dead = i % kNumRanks;
@@ -243,7 +243,7 @@ TEST_P(DeathTest, ARankMayDieInFinalize) {
       }
       if (!all_finalize) {
         while (rank.status().ok()) rank.Next();
-        // A rank that finalizes now would cause another error.
+        // A rank that finalized the group now would cause another error.
         rank.WaitForOthers(dead, [](auto& r) { return r.failed > 0; });
       }
       const std::string told = rank.status().message();
@@ -259,7 +259,7 @@ TEST_P(DeathTest, ARankMayDieInFinalize) {
 
 INSTANTIATE_TEST_SUITE_P(Ways, DeathTest, ::testing::ValuesIn(kWays));
 
-// The child runs an op, closes the group, and destroys it.
+// A forked child runs an op, closes the group, and destroys the group.
 TEST(ProcessTest, AForkedChildDoesNotDisturbItsParent) {
   Job job;
   ExpectNothingSaid(job.Run([](Rank& rank) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests the host backend between real processes that stop and continue.
+// Tests the host backend between processes that get SIGSTOP and SIGCONT.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -17,12 +17,12 @@ namespace {
 using testing::Random;
 using testing::Uniform;
 
-constexpr double kLongS = 30;  // longer than any wait here
+constexpr double kLongS = 30;  // longer than any wait in this test
 constexpr double kShortS = 1;
 constexpr int32_t kStopped = 2;
 
-// Continues the stopped rank until it has posted more than `posts` ops. It may
-// not have stopped yet.
+// Sends SIGCONT until the stopped rank has posted more than `posts` ops: a
+// single SIGCONT may come before the rank has stopped.
 void Wake(int64_t posts, Rank& rank) {
   const Record& its = rank.records()[kStopped];
   for (int i = 0; i < 1000 && its.posted <= posts; ++i) {
@@ -68,8 +68,8 @@ TEST(StoppedTest, AnyRankMayStopAtAnyMoment) {
   }));
 }
 
-// All ranks fail at the timeout, including the stopped rank. The group can be
-// used again.
+// All ranks fail at the timeout, including the stopped rank. Afterwards the
+// group works again.
 TEST(StoppedTest, TheErrorNamesARankThatStopsTooLong) {
   for (int64_t op = 0; op < kNumOps && !HasFailure(); ++op) {
     Job job;
@@ -78,10 +78,10 @@ TEST(StoppedTest, TheErrorNamesARankThatStopsTooLong) {
       while (rank.num_posts() < op) rank.Next();
       const double begin = Now();
       if (rank.rank() == kStopped) raise(SIGSTOP);
-      // Posted ops of the others may complete before the error.
+      // Ops that other ranks have posted may complete before the error.
       while (rank.status().ok() && rank.num_posts() < kNumOps) rank.Next();
       const double seconds = Now() - begin;
-      EXPECT_GE(seconds, kShortS / 2);  // the time starts at the first post
+      EXPECT_GE(seconds, kShortS / 2);  // timeout_s starts at the first post
       EXPECT_LT(seconds, 10 * kShortS);
       if (rank.rank() == 0) {
         rank.WaitForOthers(kStopped, [](auto& r) { return r.failed > 0; });
@@ -101,7 +101,7 @@ TEST(StoppedTest, TheErrorNamesARankThatStopsTooLong) {
         kShortS, " s for rank ", kStopped, " (process ", kStopped, ")");
     for (int32_t r = 0; r < kNumRanks; ++r) {
       EXPECT_EQ(0, endings[r].status);
-      if (r == kStopped) continue;  // its error may differ, or be absent
+      if (r == kStopped) continue;  // the stopped rank may get another error
       testing::ExpectWords({where, whom},
                            Status(Code::kInternal, endings[r].said));
     }

@@ -19,13 +19,13 @@ namespace ep::host {
 
 struct Topology {
   struct Process {
-    std::string address;  // of its listening socket; see handshake.h
-    int32_t id;           // in messages
-    int32_t pid;          // 0 if this process cannot see the process
+    std::string address;  // the listening socket; see handshake.h
+    int32_t id;           // JAX's process index, for messages
+    int32_t pid;          // 0 if in another PID namespace
   };
 
   struct Member {
-    int32_t process;  // an index of `processes`
+    int32_t process;  // index into `processes`
     int32_t device;   // XLA's global device id
   };
 
@@ -90,7 +90,6 @@ struct Topology {
     }
     return name;
   }
-  // Returns the name of an entry of `members`.
   std::string MemberName(size_t index) const {
     return RankName(static_cast<int32_t>(index) / ep_size,
                     static_cast<int32_t>(index) % ep_size);

@@ -10,7 +10,7 @@
 namespace ep::host {
 namespace {
 
-// Below this size, waking another thread takes longer than the work.
+// For fewer bytes, waking another thread takes longer than the work.
 constexpr int64_t kBytesPerHelper = 32 << 10;
 
 }  // namespace
@@ -56,7 +56,7 @@ Status Batch::RunChunk(int64_t chunk) const {
   const Share& share = *std::prev(next);
   try {
     return share.contribution->run(arrays_, chunk - share.first_chunk);
-  } catch (const std::exception& e) {  // no thread of XLA would catch it
+  } catch (const std::exception& e) {  // XLA's threads would not catch it
     return Status(Code::kResourceExhausted,
                   StrCat("an array cannot be allocated: ", e.what(),
                          "; leave more memory to this process"));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The work of a complete exchange: the chunks of all its local ranks. Several
-// threads share them.
+// The work of a complete exchange: the chunks of all local ranks, which several
+// threads may run.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_BATCH_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_BATCH_H_
@@ -17,8 +17,8 @@
 namespace ep::host {
 
 // Any number of threads may call `Work` concurrently. `next_` gives each chunk
-// to one thread, `num_unfinished_` finds the thread that ends the last chunk,
-// and the lock guards the first failure.
+// to one thread, `num_unfinished_` finds the thread that finishes last, and the
+// lock guards `status_`, the first failure.
 class Batch {
  public:
   explicit Batch(ExchangePtr exchange);
@@ -26,8 +26,8 @@ class Batch {
   // Returns how many of `num_threads` threads speed up the work; at least one.
   int64_t NumUsefulThreads(int64_t num_threads) const;
 
-  // Runs chunks until none is left. Returns true to one caller, after all
-  // chunks have ended. Only that caller may use the functions below.
+  // Runs chunks until none is left. Returns true to exactly one caller, after
+  // all chunks have run. Only this caller may call the methods below.
   bool Work();
 
   Exchange& exchange() { return *exchange_; }

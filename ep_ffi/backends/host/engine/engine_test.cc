@@ -101,7 +101,7 @@ constexpr uint64_t kSite = 5;
 TEST(LaunchesTest, UsesRunIdsThatAreNear) {
   Launches here, there;
   (void)here.Name(kSite, 1001);
-  // The peer has seen the second launch first, and counts from it.
+  // The peer has seen run id 1002 first, and counts launches from it.
   for (int64_t run_id : {1002, 1001, 1003}) {
     EXPECT_EQ(run_id, here.RunId(there.Name(kSite, run_id)));
   }
@@ -110,7 +110,7 @@ TEST(LaunchesTest, UsesRunIdsThatAreNear) {
 TEST(LaunchesTest, MatchesRunIdsThatAreFarByNumber) {
   constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-  // The last fingerprint is nearer than most.
+  // The last run id is 2^19 below this process's, more than kNear.
   for (int64_t first : {int64_t{1} << 40, kMin, kMax - 10, -kMax / 2,
                         kMax / 2 + 1 - (1 << 19)}) {
     Launches here, there;
@@ -127,7 +127,7 @@ TEST(LaunchesTest, RunIdsStayNearAfterManyLaunches) {
   for (int64_t run_id = 0; run_id < 10'000; ++run_id) {
     (void)here.Name(kSite, run_id);
   }
-  // The op at the other site runs rarely; this is its first launch on the peer.
+  // The op at kOtherSite runs rarely: the peer's first launch of it is 10'001.
   EXPECT_EQ(10'001, here.RunId({kOtherSite, 10'001, 0}));
   EXPECT_FALSE(here.RunId({kOtherSite, 1, 0}).has_value());
 }
@@ -241,7 +241,7 @@ class ProgressTest : public ::testing::Test {
     return posted;
   }
 
-  // Returns the text without pid and time.
+  // Returns the JSON text without pid and time.
   std::string Text(size_t max_bytes) const {
     const std::string text = Progress(topology_, "ep0", {&exchange_},
                                       last_posts_, /*since=*/0.5, max_bytes);
@@ -256,7 +256,6 @@ class ProgressTest : public ::testing::Test {
   LastPosts last_posts_;
 };
 
-// Replaces single quotes by double quotes.
 std::string Json(std::string text) {
   std::replace(text.begin(), text.end(), '\'', '"');
   return text;

@@ -20,7 +20,7 @@ TracedOp ForTrace(const PostedOp& op, int32_t domain) {
           domain};
 }
 
-// Copies the arrays of a contribution to a segment of sufficient size.
+// Copies the arrays of a contribution to a segment, which is large enough.
 void Stage(const Contribution& c, std::byte* segment) {
   std::byte* second = segment + c.signature.second_offset();
   if (c.stage) return c.stage(segment, second);
@@ -31,7 +31,7 @@ void Stage(const Contribution& c, std::byte* segment) {
   copy(second, c.arrays.second, c.signature[Signature::kSecondBytes]);
 }
 
-// Returns the size of the state's text: a few names of ops per rank.
+// Returns the maximum size of Progress in bytes: a few op names per rank.
 size_t MaxProgressBytes(size_t num_ranks) {
   return (size_t{64} << 10) + 1024 * num_ranks;
 }
@@ -58,7 +58,7 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
     MutexLock lock(self->mutex_);
     self->Publish();
   }
-  // The progress thread ends before `self` is destroyed.
+  // The callbacks need no reference: ~Exchanges joins the progress thread.
   Exchanges* e = self.get();
   e->peers_->Start(
       {[e](int32_t process, const Message& m, const std::string& names,
@@ -105,7 +105,7 @@ Status Exchanges::Announce(const Key& key, const PostedOp& op, int32_t rank,
   if (readers.empty()) return Status();
   {
     MutexLock lock(mutex_);
-    EP_RETURN_IF_ERROR(outcomes_.OfGroup());  // no message follows a bye
+    EP_RETURN_IF_ERROR(outcomes_.OfGroup());  // kBye is the last message
   }
   const Signature& signature = contribution.signature;
   Segment* segment;
@@ -165,10 +165,10 @@ void Exchanges::OnPost(int32_t process, const Message& m,
       return peers_->SendRelease(part.process, part.segment);
     }
     if (!complete) return;
-    // The worker owns this object, because the completed calls may drop the
-    // last other reference. The progress thread must not drop it, because the
-    // destructor joins that thread. A destructor that has begun waits for this
-    // function, which then does the work.
+    // A worker runs the exchange and owns this object, since the completed
+    // calls may drop all other references. The progress thread must not drop
+    // the last reference: ~Peers joins this thread. If the destructor has
+    // begun, it waits for the progress thread, which then runs the exchange.
     std::shared_ptr<Exchanges> self = weak_from_this().lock();
     if (!self) return Run(std::move(complete), /*executor=*/nullptr, kNoRank);
     workers_.Run([self = std::move(self), complete = std::move(complete)] {
@@ -209,8 +209,8 @@ Status Exchanges::Add(const Key& key, int32_t rank, Part part,
 
 Status Exchanges::WhyNotComplete(const Exchange* exchange, int32_t domain,
                                  int32_t rank) const {
-  // An exchange can complete without a process that died after its post, but no
-  // exchange can begin after a death.
+  // An exchange that has begun can complete if a process dies after its post.
+  // But no exchange can begin after a death.
   EP_RETURN_IF_ERROR(exchange ? outcomes_.OfGroup()
                               : outcomes_.OfNewExchange());
   for (int32_t r = 0; r < topology().ep_size; ++r) {
@@ -232,8 +232,8 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
   }
   exchange->complete_at = trace_.Time();
   const auto batch = std::make_shared<Batch>(std::move(exchange));
-  // `self` keeps this object alive for the executor's threads. It is null if
-  // the destructor waits for this thread; then there is no executor.
+  // `self` keeps this object alive for the executor's threads. `self` is null
+  // if the destructor waits for this thread; then there is no executor.
   const auto work = [this, self = weak_from_this().lock(), batch](int32_t own) {
     if (!batch->Work()) return;
     const Status status = batch->status();
@@ -260,8 +260,8 @@ void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
   for (size_t r = 0; r < exchange.parts.size(); ++r) {
     Part& part = exchange.parts[r];
     if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
-    // Moves `done`, since it may own this object, and the progress thread must
-    // not destroy this object.
+    // Moves `done` to the worker: `done` may own this object, which the
+    // progress thread must not destroy.
     if (part.done && static_cast<int32_t>(r) != own) {
       workers_.Run([done = std::move(part.done), status] { done(status); });
     }
@@ -356,12 +356,12 @@ void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
     }
   }
   if (topology().members.size() > 1) {
-    // Ranks that have completed their part may wait for the failed ranks in an
+    // Ranks that have completed their calls may wait for the failed ranks in an
     // XLA collective, and would never raise this error.
     std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
   }
   if (options_.on_run_failed) {
-    // A worker calls it, since it may drop the last reference to a group.
+    // A worker calls `notify`, which may drop the last reference to a group.
     workers_.Run([notify = options_.on_run_failed, run_id, status] {
       notify(run_id, status);
     });
@@ -470,7 +470,7 @@ void Exchanges::OnTick() {
     const double timeout_s = options_.timeout_s;
     Publish();
     for (const Exchange* e : pending_.FindBegunBy(now - timeout_s / 3)) {
-      // Only the process of the first rank that waits warns.
+      // Only the process of the first rank that has posted warns.
       if (has_warned_ || !e->FirstPost().done) continue;
       has_warned_ = true;
       warning = Slow(topology(), *e, last_posts_, timeout_s);
@@ -500,7 +500,7 @@ Status Exchanges::Close() {
     outcomes_.Close(status);
     reason = outcomes_.LeavingReason();
   }
-  peers_->SendBye(reason);  // before the failures that follow from it
+  peers_->SendBye(reason);  // before the failures that the closing causes
   FailPending(status, [](const Exchange&) { return true; });
   const Status traced = StopTrace();
   return missed.ok() ? traced : missed;

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// How the ranks of an EP domain meet: the heart of the engine.
+// Matches the posts of the ranks of an EP domain, and runs the ops.
 //
 // Every op is an exchange. A rank *posts* a contribution: rows that its peers
 // may read, and work to run after all peers have posted. The last post
-// completes the exchange. Then the work of each local rank reads rows of its
-// peers. After all local work, the engine completes the calls of all local
-// ranks (not earlier: a peer may still read their buffers).
+// completes the exchange. Then the work of each local rank reads the rows of
+// its peers. After all local work, the engine completes the calls of all local
+// ranks: until then, a local peer may read their buffers.
 //
 //   same process       peers read the operand buffers: one copy
-//   another process    the poster stages its rows in a shared segment, and
+//   another process    the poster copies its rows to a shared segment, and
 //                      completes without waiting for the readers
 //
 // A post never waits. XLA:CPU runs the ready ops of a program in any order, and
 // a handler that waited would block a thread that another rank needs.
 //
-// A failure of one rank fails the *run* on all ranks of the group: pending
-// exchanges of the run fail, and later posts to the run fail with the same
-// message. Other runs continue. After a peer has died, or the group was closed,
-// no new exchange can begin.
+// A failure of one rank fails the *run* (a launch of a program) on all ranks of
+// the group: pending exchanges of the run and later posts to the run fail with
+// the same message. Other runs continue. After a peer has died, or the group
+// was closed, no new exchange can begin.
 //
-// This file determines the order of events. Its parts:
+// This file determines the order of events. Other files of the engine:
 //
 //   pending.h    the exchanges that lack posts
 //   outcomes.h   whether a post can still arrive, and if not, why
@@ -55,10 +55,10 @@
 
 namespace ep::host {
 
-// Thread-safe. One lock guards all state that decides whether a post joins an
-// exchange. So each post either joins a pending exchange, which a failure
-// finds, or finds the failure. No thread holds the lock while it sends
-// messages, runs work or completes calls.
+// Thread-safe. One lock guards the pending exchanges and the recorded failures.
+// So no post misses a failure: either the failure finds the post in a pending
+// exchange, or the post finds the recorded failure. No thread holds the lock
+// while it sends messages, runs work or completes calls.
 class Exchanges : public std::enable_shared_from_this<Exchanges> {
  public:
   struct Options {
@@ -72,26 +72,25 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   static std::shared_ptr<Exchanges> Create(Options options,
                                            std::unique_ptr<Peers> peers);
 
-  // Posts for the rank on `call.device`. Calls `call.done` exactly once.
+  // Posts the contribution of a local rank. Calls `call.done` exactly once.
   void Post(const Call& call, int32_t domain, int32_t rank,
             Contribution contribution);
 
-  // Completes a call that cannot be posted with an error that names its op and
-  // rank, and fails its run on all ranks.
+  // Fails a call that cannot be posted, and its run on all ranks. The error
+  // names the op and the rank of the call.
   void FailCall(const Call& call, const Status& reason);
 
-  // Fails a run in this process only. The caller is another group or process,
-  // which knows the failure.
+  // Fails a run in this process only, because the run has failed in another
+  // group or process.
   void FailRunHere(int64_t run_id, const Status& status);
 
-  // See core/trace.h.
   Status StartTrace(const std::string& path) { return trace_.Start(path); }
   Status StopTrace() { return trace_.Stop(); }
   double Waited() { return trace_.Waited(); }
 
   // Fails all pending exchanges, and stops the trace. Returns an error if a
-  // peer has run an op that this process has not, unless a failed op explains
-  // that.
+  // peer has run an op that this process has not run, unless a call of this
+  // process has already returned an error.
   Status Close();
 
  private:
@@ -103,80 +102,77 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   // ---- A post
 
-  // Stages a local contribution for the other processes of its domain, and
-  // sends them messages.
+  // Copies a local contribution to a shared segment, and sends a message to the
+  // other processes of the domain.
   Status Announce(const Key& key, const PostedOp& op, int32_t rank,
                   const Contribution& contribution) EP_EXCLUDES(mutex_);
   void OnPost(int32_t process, const Message& message, const std::string& names,
               const Mapping* memory, const Status& mapped);
-  // Records the last post of a rank.
+  // Records the latest post of a rank.
   void Note(int32_t domain, int32_t rank, const PostedOp& op)
       EP_EXCLUDES(mutex_);
-  // Adds a post to its exchange. Sets `complete` to the exchange if the post
-  // completes it. Fails, and leaves the post out, if the exchange cannot
-  // complete any more.
+  // Adds a post to its exchange. Sets `complete` to the exchange if no post is
+  // missing. Returns an error, and does not add the post, if the exchange can
+  // no longer complete.
   Status Add(const Key& key, int32_t rank, Part part, ExchangePtr* complete)
       EP_EXCLUDES(mutex_);
-  // Returns why an exchange (null: a new one) that `rank` posts to cannot
-  // complete any more. Ok if it can.
+  // Returns Ok if an exchange (null: a new exchange) can still complete after a
+  // post of `rank`, else the reason why not.
   Status WhyNotComplete(const Exchange* exchange, int32_t domain,
                         int32_t rank) const EP_REQUIRES(mutex_);
 
   // ---- A complete exchange
 
-  // Runs an exchange, also on the threads of the executor, if any. This thread
-  // may complete the call of the rank `own`.
+  // Runs a complete exchange on this thread and on threads of `executor`, if
+  // any. This thread itself may complete the call of the rank `own`.
   void Run(ExchangePtr exchange, Executor* executor, int32_t own);
   // Completes the calls of the local ranks, and releases the peers' segments. A
   // completed call resumes a program, which may block. So this thread completes
-  // only the call of `own`, and workers complete the others.
+  // only the call of `own`, and workers complete the other calls.
   void Finish(Exchange& exchange, const Status& status, int32_t own = kNoRank)
       EP_EXCLUDES(mutex_);
 
   // ---- Names of launches, which differ between processes
 
-  // Returns the names of an op and of its launch.
+  // Returns the names of a call's op and launch.
   PostedOp NameOp(const Call& call) EP_EXCLUDES(mutex_);
-  // Names a launch of this process, after running the actions that WithRunId
+  // Names a launch of this process. Then runs the actions that WithRunId
   // deferred for this site.
   Launch NameLaunch(uint64_t site_id, int64_t run_id) EP_EXCLUDES(mutex_);
-  // Calls `act` with this process's run id of a peer's launch: now, or after
-  // the op has run in this process.
+  // Calls `act` with this process's run id of a peer's launch. If the run id is
+  // unknown, defers the call until the op runs in this process.
   void WithRunId(const Launch& launch, std::function<void(int64_t)> act)
       EP_EXCLUDES(mutex_);
 
   // ---- Failures
 
-  // Completes a call outside any exchange with an error, and fails its run on
-  // all ranks.
+  // Fails a call that is in no exchange, and fails its run on all ranks.
   void CompleteWithError(const Call& call, const Status& status)
       EP_EXCLUDES(mutex_);
-  // Fails a run in all processes.
   void FailRunEverywhere(uint64_t site_id, int64_t run_id,
                          const Status& status);
-  // Records an exchange, if the trace was on when the posts arrived.
+  // Traces an exchange, if the trace was on when all posts arrived.
   void TraceEnd(const Exchange& exchange);
-  // Records a failed exchange.
   void TraceFailure(const Exchange& exchange, const Status& status);
-  // Records an op that failed because ranks left. The ranks have not posted to
+  // Traces an op that failed because ranks left the group before they posted to
   // `exchange` (null: a new exchange).
   void TraceLeft(const PostedOp& op, int32_t domain, const Exchange* exchange,
                  const Status& status) EP_REQUIRES(mutex_);
-  // Fails the pending exchanges for which `match` holds, and their runs on all
-  // ranks, because missing posts cannot arrive any more. (A rank that learns
-  // the reason in one exchange posts to no other exchange of its run.)
+  // Fails the pending exchanges for which `match` holds, because missing posts
+  // can no longer arrive. Also fails their runs on all ranks, because a rank
+  // that fails in one exchange posts to no other exchange of the run.
   template <typename Match>
   void FailPending(const Status& reason, Match match) EP_EXCLUDES(mutex_);
   void OnLeave(int32_t process, bool is_orderly, const std::string& its_reason)
       EP_EXCLUDES(mutex_);
-  // Publishes the state of the group to other processes.
+  // Writes the state of the group to shared memory, for `python -m ep stuck`.
   void Publish() EP_REQUIRES(mutex_);
-  // Publishes the state, fails late exchanges, and warns once of an exchange
-  // that lacks posts a third of timeout_s after its first post.
+  // Publishes the state, fails exchanges that lack posts after timeout_s, and
+  // warns once of an exchange that lacks posts after timeout_s / 3.
   //
-  // Terminates the process `exit_after_s` after a failed run, if the process
-  // has neither closed the group nor run another op on each of its devices: a
-  // device may wait for a failed rank in an XLA collective.
+  // Terminates the process `exit_after_s` seconds after a failed run, if the
+  // process has neither closed the group nor run another op on each of its
+  // devices: a device may wait for a failed rank in an XLA collective.
   void OnTick() EP_EXCLUDES(mutex_);
 
   const Options options_;
@@ -187,13 +183,13 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Outcomes outcomes_ EP_GUARDED_BY(mutex_);
   LastPosts last_posts_ EP_GUARDED_BY(mutex_);
   Launches launches_ EP_GUARDED_BY(mutex_);
-  // A failure, the time when the process may terminate because of it, and the
-  // local members of the topology that have run no op since then.
+  // For OnTick: a run's failure, the time to terminate the process, and the
+  // local members of the topology that have run no op since the failure.
   Status failure_ EP_GUARDED_BY(mutex_);
   double exit_at_ EP_GUARDED_BY(mutex_) = 0;
   std::set<int32_t> waiting_ EP_GUARDED_BY(mutex_);
   bool has_warned_ EP_GUARDED_BY(mutex_) = false;  // see OnTick
-  // Actions that wait until the op has run in this process, by site id.
+  // Actions that WithRunId has deferred, by site id.
   std::map<uint64_t, std::vector<std::function<void()>>> deferred_
       EP_GUARDED_BY(mutex_);
 
@@ -201,7 +197,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   SharedText progress_ EP_GUARDED_BY(mutex_);
   Trace trace_;
   Workers workers_;
-  // The last member, since its destructor joins a thread that uses the others.
+  // Last, because ~Peers joins a thread that uses the other members.
   std::unique_ptr<Peers> peers_;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests one real process of a group. The test sends the messages of its peers:
-// in rare orders, and with invalid posts.
+// Tests one real process of a group. The test itself sends the messages of the
+// peers: in rare orders, and with invalid posts.
 
 #include "ep_ffi/backends/host/engine/exchange.h"
 
@@ -20,8 +20,8 @@
 namespace ep::host {
 namespace {
 
-constexpr int32_t kRanks = 4;  // one per process; only rank 0 is real
-constexpr int64_t kInts = 2;   // per rank
+constexpr int32_t kRanks = 4;  // one per process; only rank 0 runs our code
+constexpr int64_t kInts = 2;   // ints that each rank posts
 
 class ExchangeTest : public ::testing::Test {
  protected:
@@ -142,10 +142,10 @@ class ExchangeTest : public ::testing::Test {
     testing::ExpectFailure({code, {word}}, Get(std::move(future)).status);
   }
 
-  // The last failed run. A thread may write it after the test.
+  // The id of the last failed run. A thread may write it after the test.
   std::shared_ptr<std::atomic<int64_t>> failed_run_ =
       std::make_shared<std::atomic<int64_t>>(0);
-  std::vector<std::unique_ptr<Peers>> peers_;  // the first one is empty
+  std::vector<std::unique_ptr<Peers>> peers_;  // peers_[0] is null
   std::shared_ptr<Exchanges> exchanges_;
 
  private:
@@ -187,7 +187,7 @@ TEST_F(ExchangeTest, InvalidPostsFailTheirRun) {
       [](Message* m) { m->domain = -1; },
       [](Message* m) { m->domain = 1; },
       [](Message* m) { m->rank = -1; },
-      [](Message* m) { m->rank = 0; },  // of another process
+      [](Message* m) { m->rank = 0; },  // a rank of another process
       [](Message* m) { m->rank = kRanks; },
       [](Message* m) { m->segment = 12345; },
       [](Message* m) { m->signature[Signature::kFirstBytes] = -8; },
@@ -208,7 +208,7 @@ TEST_F(ExchangeTest, InvalidPostsFailTheirRun) {
   ExpectSum(62, Post(7));
 }
 
-// The fingerprints of a program may differ between processes.
+// XLA's fingerprint of a program may differ between processes.
 TEST_F(ExchangeTest, LaunchesMeetByNumberWhereRunIdsDiffer) {
   constexpr int64_t kElsewhere = int64_t{1} << 40;
   for (int64_t number : {0, 1, 2}) {
@@ -237,7 +237,7 @@ TEST_F(LateTest, TheErrorNamesAMissingRankAndItsLastOp) {
               Post(8));
 }
 
-// Only the process of the first rank that waits warns, once.
+// Only the process of the first waiting rank warns, and only once.
 TEST_F(LateTest, AWarningNamesAMissingRankBeforeTheError) {
   const std::string words =
       "rank 0 (process 0), rank 1 (process 1) waited a third of timeout_s = "
@@ -285,7 +285,7 @@ TEST_F(ExchangeTest, ClosingDoesNotRepeatAReportedError) {
   testing::ExpectOk(exchanges_->Close());
 }
 
-// In particular, a rank may not post fewer bytes than its peers read.
+// For example, a rank may not post fewer bytes than its peers read.
 TEST_F(ExchangeTest, DifferentSignaturesFailTheirRun) {
   for (int field = 0; field < Signature::kNumFields; ++field) {
     SCOPED_TRACE(field);

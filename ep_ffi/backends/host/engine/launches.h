@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Names of a program's launches across processes.
+// Names of a program's launches that hold in all processes.
 //
 // In one process, XLA's run id names a launch: a 32-bit fingerprint of the
-// program, plus the number of its launches. The fingerprints often differ
-// between processes, since the text of a program contains source lines. They
-// differ if one process calls the step from another line, or loads the program
-// from the persistent compilation cache. The number is equal everywhere.
+// program, plus the number of its launches. The number is equal in all
+// processes. The fingerprint often differs, since it covers source lines: for
+// example, if one process calls the step from another line, or loads the
+// program from the persistent compilation cache.
 //
 // So a message contains the site id of the op, the sender's run id, and the
 // number of the launch, counted from the first launch that the sender has seen.
-// The receiver uses a run id directly if it is near the latest run id of one of
-// its executables; this is exact even if the first launches overtook each
-// other. Otherwise the receiver uses the number. The number counts by site, not
-// by module, because several executables of one module (from jax.export, or
-// from two compilations) have separate run ids.
+// The receiver uses the run id if it is near the latest run id of a local
+// executable; this is exact even if the first launches ran out of order.
+// Otherwise the receiver uses the number. The number counts by site, not by
+// module, because several executables of one module (from jax.export, or from
+// two compilations) have separate run ids.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_LAUNCHES_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_LAUNCHES_H_
@@ -29,7 +29,7 @@
 
 namespace ep::host {
 
-// Not thread-safe: the owner's lock guards it.
+// Not thread-safe: the owner's lock guards this object.
 class Launches {
  public:
   // Names a launch of this process.
@@ -51,7 +51,7 @@ class Launches {
     return entry != reached_.end() && entry->second >= launch.number;
   }
 
-  // Returns this process's run id of a peer's launch, or none if it is unknown.
+  // Returns this process's run id of a peer's launch, or none if unknown.
   std::optional<int64_t> RunId(const Launch& launch) const {
     if (IsNear(launch.run_id)) return launch.run_id;
     auto entry = first_.find(launch.site_id);
@@ -60,22 +60,22 @@ class Launches {
   }
 
  private:
-  // Run ids wrap around, as fingerprints do.
+  // Returns a - b modulo 2^64, since run ids wrap around.
   static int64_t Difference(int64_t a, int64_t b) {
     return static_cast<int64_t>(static_cast<uint64_t>(a) -
                                 static_cast<uint64_t>(b));
   }
 
-  // The number of launches between processes is below this bound: JAX itself
-  // hangs with about 50 launches in flight. The fingerprints of one pair of
-  // programs in two million are nearer than this.
+  // Processes are never this many launches apart: JAX itself hangs with about
+  // 50 launches in flight. In one of two million pairs of programs, the
+  // fingerprints are nearer than this bound.
   static constexpr int64_t kNear = 1 << 10;
   static bool AreNear(int64_t a, int64_t b) {
     const int64_t distance = Difference(a, b);
     return -kNear < distance && distance < kNear;
   }
 
-  // Returns whether this process has run the executable with this run id.
+  // Returns whether the run id is near the latest one of a local executable.
   bool IsNear(int64_t run_id) const {
     return std::any_of(latest_.begin(), latest_.end(),
                        [&](int64_t id) { return AreNear(run_id, id); });

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Records why runs and processes ended, and why the group did. Answers one
-// question: can a post still arrive, and if not, why?
+// Records how runs, processes and this group ended. Answers one question: can a
+// post still arrive, and if not, why?
 //
 //   a run        continues, or has failed
 //   a process    is alive, has closed its group, or has died
 //   this group   is open; or has lost a process that died, and completes only
 //                exchanges that have begun; or is closed
 //
-// States only advance in this order. If there are several reasons, the class
-// reports the one that caused the others: first the closing of this group, then
-// the first death, then the closing of another process.
+// States only advance in this order. Of several reasons, the class reports the
+// root cause: the closing of this group before the first death, and a death
+// before the closing of another process.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_OUTCOMES_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_OUTCOMES_H_
@@ -25,51 +25,50 @@
 
 namespace ep::host {
 
-// Not thread-safe; the owner's lock guards it.
+// Not thread-safe; the owner's lock guards this object.
 class Outcomes {
  public:
-  // ---- Can a post still arrive? Ok if so, else the reason.
+  // ---- Whether a post can still arrive
 
-  // A post to this run?
+  // Returns Ok if a post to this run can still arrive, else the reason.
   Status OfRun(int64_t run_id) const;
-  // A post to an exchange that has begun?
+  // Returns Ok if a post to a begun exchange can still arrive, else the reason.
   const Status& OfGroup() const { return closed_; }
-  // The first post of an exchange?
+  // Returns Ok if a new exchange can still begin, else the reason.
   const Status& OfNewExchange() const {
     return closed_.ok() ? first_death_ : closed_;
   }
-  // A post of another process?
+  // Returns Ok if a post of another process can still arrive, else the reason.
   Status OfProcess(int32_t process) const;
 
   // ---- Events
 
-  // A run fails. Returns false if it has failed before. The class remembers the
-  // latest runs only, for the ranks that have not posted yet.
+  // Records a failed run. Returns false if the run has failed before. Remembers
+  // only the latest failed runs, for ranks that post to them later.
   bool FailRun(int64_t run_id, const Status& status);
 
-  // A process closes its group (`is_orderly`), or dies; `status` is the error.
-  // With an orderly close, `its_reason` may report the death of another
-  // process, perhaps before this process knows it. Returns the reason for later
-  // errors.
+  // Records that a process closed its group (`is_orderly`) or died, with the
+  // error `status`. A process that closes may report in `its_reason` that
+  // another process died, which this process may not know yet. Returns the
+  // reason for later errors.
   Status Leave(int32_t process, bool is_orderly, const Status& status,
                const std::string& its_reason);
 
-  // This process closes the group.
+  // Records that this process closes the group.
   void Close(const Status& status) { closed_ = status; }
 
-  // A call of this process completes with an error, which the user sees.
+  // Records that a call of this process fails, so that the user sees an error.
   void ReportError() { is_error_reported_ = true; }
   bool is_error_reported() const { return is_error_reported_; }
 
   // Returns the reason that this group gives its peers when it closes: the
-  // first death, or the error of the last run that lacked a process, or
-  // nothing.
+  // first death, else the error of the last run that lacked a process, else "".
   const std::string& LeavingReason() const {
     return (first_death_.ok() ? last_unavailable_ : first_death_).message();
   }
 
  private:
-  std::deque<std::pair<int64_t, Status>> failed_runs_;  // the latest ones
+  std::deque<std::pair<int64_t, Status>> failed_runs_;  // most recent last
   Status last_unavailable_;         // of the last run that lacked a process
   std::map<int32_t, Status> left_;  // the processes that closed or died
   Status first_death_;

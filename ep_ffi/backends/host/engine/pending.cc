@@ -26,7 +26,7 @@ const Part& Exchange::FirstPost() const {
 }
 
 std::vector<int32_t> Exchange::Outliers() const {
-  // The first rank with an equal signature, by rank; -1 if it has not posted.
+  // For each rank: the first rank with an equal signature; -1 for absent ranks.
   std::vector<int64_t> first_alike;
   for (const Part& part : parts) {
     const auto is_alike = [&](const Part& other) {

@@ -2,9 +2,9 @@
 
 // The exchanges that still lack posts.
 //
-// Posts match by key, never by arrival. In a loop a key recurs, but a rank
-// posts iteration i + 1 only after iteration i has completed. So a post belongs
-// to the oldest exchange of its key that lacks the rank's post.
+// Posts match by key, never by order of arrival. In a loop a key recurs, but a
+// rank posts iteration i + 1 only after iteration i has completed. So a post
+// belongs to the oldest exchange of its key that lacks the rank's post.
 //
 // This file knows neither processes nor messages nor failures.
 
@@ -28,19 +28,19 @@
 
 namespace ep::host {
 
-// The op of a post.
+// The op for which a rank posts, and its launch.
 struct PostedOp {
-  Op op = {};  // any number in a peer's message
+  Op op = {};  // may be invalid in a peer's message
   Launch launch = {};
-  int64_t position = 0;     // of the op in its program
-  bool is_checked = false;  // whether the layer is checked; false for peers
+  int64_t position = 0;     // index of the op in its program
+  bool is_checked = false;  // checked mode of the layer; false for peers
   std::string layer;
   std::string program;
 
-  // Returns the name of the op, ep_dispatch(layer "moe_3"), and in checked mode
-  // also the step, which is the number of earlier launches.
+  // Returns the name of the op, ep_dispatch(layer "moe_3"). In checked mode,
+  // appends the step: the number of earlier launches of the program.
   std::string Name() const { return NameOf(/*with_step=*/is_checked); }
-  // Returns name, step, program and position, to compare ranks.
+  // Returns name, step, program and position, for comparing ranks.
   std::string FullName() const {
     return StrCat(NameOf(/*with_step=*/true), " of \"", program, "\", op ",
                   position);
@@ -54,7 +54,7 @@ struct PostedOp {
   }
 };
 
-// Identifies an exchange, except for the iterations of a loop.
+// Identifies an exchange. All iterations of a loop have the same key.
 struct Key {
   int32_t domain;
   uint64_t site_id;  // see Site::id
@@ -64,11 +64,11 @@ struct Key {
   bool operator<(const Key& other) const { return Tie() < other.Tie(); }
 };
 
-// The two arrays of a rank that its peers read: of a mover, rows and weights;
-// of ep_prepare, the sorted choices. The signature has their sizes.
+// The two arrays of a rank that its peers read: rows and weights or, in
+// ep_prepare, SortedChoices. The signature contains the array sizes.
 struct Arrays {
   const void* first = nullptr;
-  const void* second = nullptr;  // null if it is empty
+  const void* second = nullptr;  // null if the array is empty
 };
 
 // The contribution of a rank to an exchange: arrays for its peers, and the work
@@ -76,30 +76,30 @@ struct Arrays {
 struct Contribution {
   Signature signature;
   Arrays arrays;
-  // Copies the parts of both arrays that other processes read to a segment.
-  // Null: copy both arrays whole.
+  // Copies the parts of both arrays that other processes read to a segment. If
+  // null, the engine copies both arrays entirely.
   std::function<void(std::byte* first, std::byte* second)> stage;
   // The work of this rank, in chunks that may run concurrently.
   int64_t num_chunks = 0;
   std::function<Status(const std::vector<Arrays>& ranks, int64_t chunk)> run;
-  // Returns the row counts for a trace, after the work; null for none.
+  // Returns the row counts for a trace; called after the work. May be null.
   std::function<TracedRows()> moved;
 };
 
-// The arguments and the callback with which a rank joins an exchange.
+// One rank's post in an exchange: the arguments and the completion callback.
 struct Part {
   bool is_posted = false;
   double came_at = 0;  // see Trace::Time
   PostedOp op;
-  Contribution contribution;  // of a remote rank: signature and arrays only
+  Contribution contribution;  // remote rank: signature and arrays only
   // Completes the call of a local rank; null if the rank is remote.
   std::function<void(Status)> done;
-  // The segment of a remote rank, to be released.
+  // The owner and the id of a remote segment, which this process releases.
   int32_t process = -1;
   uint64_t segment = 0;
 };
 
-// An exchange of all ranks of a domain.
+// One exchange between all ranks of an EP domain.
 struct Exchange {
   Key key;
   double began_at;  // see Now
@@ -110,7 +110,7 @@ struct Exchange {
   static constexpr int32_t kNoRank = -1;
   // Returns the first rank whose call waits in this process, or kNoRank.
   int32_t FirstLocalRank() const;
-  // Returns the name of the op from the first local rank.
+  // Returns the name of the op that the first local rank posted.
   std::string OpName() const;
   // Returns the post of the first rank that has posted.
   const Part& FirstPost() const;
@@ -120,15 +120,14 @@ struct Exchange {
 };
 using ExchangePtr = std::shared_ptr<Exchange>;
 
-// Not thread-safe; the owner's lock guards it. The caller owns an exchange that
-// `Add` or `Take` has returned.
+// Not thread-safe; the owner's lock guards this object. The caller of `Add` or
+// `Take` owns the returned exchanges.
 class Pending {
  public:
-  // Exchanges have `ep_size` ranks.
   explicit Pending(int32_t ep_size) : ep_size_(ep_size) {}
 
   // Returns the exchange to which a post of `rank` would belong, or null if the
-  // post would begin one.
+  // post would begin a new exchange.
   const Exchange* Find(const Key& key, int32_t rank) const;
 
   // Adds a post. Returns its exchange if the post completes it, else null.
@@ -149,14 +148,14 @@ class Pending {
     return taken;
   }
 
-  // Returns the exchanges that began by `time`. They stay pending.
+  // Returns the exchanges that began by `time`. The exchanges stay pending.
   std::vector<const Exchange*> FindBegunBy(double time) const;
 
  private:
   // Exchanges of equal keys are sorted by their start, the earliest first.
   using Entries = std::multimap<Key, ExchangePtr>;
 
-  // Returns the entry that `Find` finds, or end().
+  // Like `Find`, but returns the map entry, or end().
   Entries::const_iterator FindEntry(const Key& key, int32_t rank) const;
 
   const int32_t ep_size_;

@@ -17,7 +17,7 @@ void Append(std::string* list, const std::string& item) {
   *list += item;
 }
 
-// The ranks that have posted to an exchange, and the ranks that have not.
+// Names of the ranks that have posted to an exchange, and of missing ranks.
 struct Wait {
   std::string op, waiting, missing;
   bool is_for_same_op = false;  // a missing rank's last op has the same name
@@ -109,7 +109,7 @@ std::string Progress(const Topology& topology, const std::string& group_name,
                      const LastPosts& last_posts, double since,
                      size_t max_bytes) {
   std::vector<std::string> waits, others;
-  std::set<size_t> waiting;  // indices of members
+  std::set<size_t> waiting;  // indices into topology.members
   for (const Exchange* e : pending) {
     const Wait wait = WhoWaits(topology, *e, last_posts);
     waits.push_back(StrCat("{\"op\":", Quoted(wait.op),
@@ -151,7 +151,7 @@ std::string Progress(const Topology& topology, const std::string& group_name,
     }
     return List(fitting, [](const std::string& item) { return item; });
   };
-  // Separate statements, since both use `room` in this order.
+  // Two statements: the waits come first, since each call uses up `room`.
   const std::string of_waits = list(waits), of_others = list(others);
   return StrCat(begin, ",\"waits\":", of_waits, ",\"others\":", of_others,
                 ",\"left_out\":", left_out, "}");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The messages about exchanges. Each function except Slow and Progress returns
-// an error that names the expected and the actual state, and a remedy.
+// Texts about exchanges. Each function except Slow and Progress returns an
+// error that names the expected state, the actual state, and a remedy.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_REPORT_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_REPORT_H_
@@ -22,52 +22,51 @@ namespace ep::host {
 // The latest post of a member of the topology.
 struct LastPost {
   PostedOp op;
-  double at;  // see Now: the time of the post, or of the complete exchange
+  double at;  // time (see Now) of the post, or when the exchange completed
 };
 
-// The latest post of each member; none if it has run no op.
+// By member of the topology: the latest post, or none before the first op.
 using LastPosts = std::vector<std::optional<LastPost>>;
 
-// An op failed for the reason of another op or process.
+// Returns the error of an op that fails on a rank for `reason`.
 Status FailedOnRank(const std::string& op_name, const std::string& rank_name,
                     const Status& reason);
 
-// The ranks of a complete exchange have posted different signatures. Ok if the
-// signatures are equal.
+// Fails if the ranks of a complete exchange have posted unequal signatures.
 Status Disagreement(const Topology& topology, const Exchange& exchange);
 
-// Returns a warning: an exchange lacks posts after a third of timeout_s.
+// Returns the warning that an exchange lacks posts after timeout_s / 3.
 std::string Slow(const Topology& topology, const Exchange& exchange,
                  const LastPosts& last_posts, double timeout_s);
 
-// An exchange lacks posts after timeout_s.
+// Returns the error of an exchange that lacks posts after timeout_s.
 Status Late(const Topology& topology, const Exchange& exchange,
             const LastPosts& last_posts, double timeout_s);
 
 // Returns the state of the group as JSON, for `python -m ep stuck`. Leaves out
-// entries to stay within `max_bytes`. Times are from Now. The group exists
-// since `since`.
+// entries to stay within `max_bytes`. Times are from Now; `since` is the time
+// when the group was created.
 std::string Progress(const Topology& topology, const std::string& group_name,
                      const std::vector<const Exchange*>& pending,
                      const LastPosts& last_posts, double since,
                      size_t max_bytes);
 
-// A peer has posted an op that this process has not run. Ok if there is none.
+// Fails if a peer has posted an op that this process has not run.
 Status Missed(const Topology& topology, const LastPosts& last_posts,
               const Launches& launches);
 
-// This process terminates, because it may wait for ranks that have failed.
+// Returns why this process terminates: it may wait for failed ranks.
 Status Stuck(const Topology& topology, const Status& failure,
              double exit_after_s);
 
-// A process has closed the group (`is_orderly`), or died.
+// Returns the error after a process closed the group (`is_orderly`) or died.
 Status Left(const Topology& topology, int32_t process, bool is_orderly,
             const std::string& group_name);
 
-// This process has closed the group.
+// Returns the error of ops after this process has closed the group.
 Status Closed(const std::string& group_name);
 
-// A process has sent an invalid post.
+// Returns the error after a process has sent an invalid post.
 Status InvalidPost(const Topology& topology, int32_t process);
 
 }  // namespace ep::host

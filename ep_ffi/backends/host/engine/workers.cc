@@ -40,7 +40,7 @@ void Workers::Run(std::function<void()> task) {
   try {
     std::thread(Loop, state_, /*keeps_waiting=*/true).detach();
   } catch (const std::system_error&) {
-    Loop(state_, /*keeps_waiting=*/false);  // there is no other thread
+    Loop(state_, /*keeps_waiting=*/false);  // here, since no thread can start
   }
 }
 
@@ -52,7 +52,7 @@ void Workers::Loop(std::shared_ptr<State> state, bool keeps_waiting) {
       state->tasks.pop_front();
       state->mutex.Unlock();
       task();
-      task = nullptr;  // runs its destructors without the lock
+      task = nullptr;  // destroys the task without the lock
       state->mutex.Lock();
     }
     if (state->is_stopped || !keeps_waiting) return;

@@ -19,14 +19,14 @@ namespace ep::host {
 class Workers {
  public:
   Workers();
-  // Queued tasks still run. The destructor does not join the threads, so that a
-  // task may drop the last reference to the owner of this object.
+  // The destructor lets queued tasks run and joins no thread, so that a task
+  // may drop the last reference to the owner of this object.
   ~Workers();
 
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  // Runs `task` soon. Never waits for another task.
+  // Runs `task` soon. The task never waits for another task.
   void Run(std::function<void()> task);
 
  private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Fuzzes the choices in a peer's segment, from which ep_prepare builds a plan.
-// Input: the bytes of the segment, `starts` then `order`.
+// The input is the bytes of the segment: `starts`, then `order`.
 
 #include <algorithm>
 #include <cstdint>

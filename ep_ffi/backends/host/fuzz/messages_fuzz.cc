@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Fuzzes a peer: the messages on its socket, and its shared memory. Two ops
-// wait for the peer meanwhile.
+// Fuzzes the data from a peer: the messages on its socket, and its shared
+// memory. Meanwhile two ops wait for the peer.
 //
-// Input: a sequence of messages. A header of eight bytes precedes each: the
-// kind of its descriptors, an unused byte, its length in two bytes, and four
-// unused bytes. Messages are padded to eight bytes, so that a fuzzer that
+// Input: a sequence of messages. A header of eight bytes precedes each message:
+// the kind of its descriptors, an unused byte, its length in two bytes, and
+// four unused bytes. Messages are padded to eight bytes, so that a fuzzer that
 // writes to a multiple of eight changes a whole field.
 
 #include <fcntl.h>
@@ -32,7 +32,7 @@ constexpr testing::RowType kType = {3, DType::kFloat32};
 constexpr int64_t kRun = 1;
 
 // Returns the descriptor of a segment of one page with the sample's staged
-// choices. A mover reads them as rows.
+// choices, which a mover reads as rows.
 int SampleSegment() {
   const SortedChoices choices = SampleSorted(kDims)[1];
   const int fd = memfd_create("sample", MFD_ALLOW_SEALING);
@@ -48,7 +48,7 @@ int SampleSegment() {
   return fd;
 }
 
-// Two ops that wait for an impostor.
+// Two ops of rank 0 that wait for an impostor.
 class Conversation {
  public:
   // Posts ep_prepare and ep_combine on rank 0.
@@ -69,7 +69,7 @@ class Conversation {
 
   Impostor& impostor() { return *group_.impostor; }
 
-  // Ends the impostor and thereby both ops. Returns whether an op succeeded.
+  // Disconnects the impostor to end both ops. Returns whether one succeeded.
   bool End() {
     impostor().Leave();
     const bool prepared = prepare_->Wait(0).ok();
@@ -83,7 +83,7 @@ class Conversation {
   testing::StepPtr prepare_, combine_;
 };
 
-// Returns the descriptors of a message.
+// Returns the file descriptors that a message of this kind carries.
 std::vector<int> Descriptors(uint8_t kind) {
   static const int segment = SampleSegment();
   static const int unsealed = memfd_create("unsealed", MFD_ALLOW_SEALING);
@@ -103,7 +103,7 @@ std::vector<int> Descriptors(uint8_t kind) {
   }
 }
 
-// Encodes a message as an input of the fuzzer.
+// Encodes a message as a record of the fuzzer's input.
 std::string Record(const Message& message, const std::string& text) {
   const std::string bytes = Encode(message, text);
   const char kind = message.type == Message::kSegment;  // see Descriptors

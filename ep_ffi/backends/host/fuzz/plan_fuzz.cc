@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Fuzzes EpHandle.mem in the four ops that read it. Input: the mem of one rank.
-// Its peers, in two processes, have valid ones.
+// Fuzzes EpHandle.mem in the four ops that read it. The input is the mem of
+// rank 0. All other ranks have valid plans; the group has two processes.
 
 #include <gtest/gtest.h>
 
@@ -60,7 +60,7 @@ struct PreparedGroup {
 
   const PlanDims dims;
   const testing::Domain domain;
-  std::vector<std::vector<std::byte>> mems;  // valid ones, by rank
+  std::vector<std::vector<std::byte>> mems;  // valid plans, by rank
   int64_t run_id = 0;
   testing::Random random;
 };
@@ -82,7 +82,7 @@ std::vector<ep::testing::Seed> ep::testing::FuzzSeeds() {
       {"a good plan", plan(dims, 0)},
       {"of another rank", plan(dims, 1), false},
       {"of another layer", plan(other, 0), false},
-      // This plan has as many bytes, but another group size.
+      // This plan has the same number of bytes, but another ep_size.
       {"of another group", plan(host::SampleDims(/*ep_size=*/2), 0), false},
       {"of another routing", BytesOf(BuiltPlan(dims, 0, rotated).mem), false},
   };
@@ -92,7 +92,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static auto* group = new ep::host::PreparedGroup();
   const auto* bytes = reinterpret_cast<const std::byte*>(data);
   std::vector<std::byte> mem(bytes, bytes + size);
-  // No mutation would guess the checksum, which the ops check first.
+  // Sets the right checksum, which ops check first and no mutant would guess.
   if (mem.size() == static_cast<size_t>(ep::PlanBytes(group->dims))) {
     ep::SealPlan(group->dims, mem.data());
   }

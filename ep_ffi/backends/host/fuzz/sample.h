@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The exchange of the seeds. It is not random, so that seeds are valid on every
-// machine.
+// The exchange from which the fuzz targets make their seeds. The exchange is
+// not random, so that the seeds are valid on every machine.
 
 #ifndef EP_FFI_BACKENDS_HOST_FUZZ_SAMPLE_H_
 #define EP_FFI_BACKENDS_HOST_FUZZ_SAMPLE_H_
@@ -16,7 +16,7 @@
 
 namespace ep::host {
 
-// Some choices are dropped, because there are few slots.
+// The capacity is so small that some choices are dropped.
 inline PlanDims SampleDims(int64_t ep_size) {
   return {/*num_experts=*/8, ep_size,         /*num_tokens=*/6,
           /*top_k=*/3,       /*capacity=*/16, /*alignment=*/2,
@@ -46,7 +46,6 @@ inline std::vector<testing::RankInput> SampleInputs(const PlanDims& dims) {
   return inputs;
 }
 
-// Returns the sorted choices of each rank.
 inline std::vector<SortedChoices> SampleSorted(const PlanDims& dims) {
   return testing::SortAll(dims, SampleChoices(dims));
 }
@@ -58,7 +57,7 @@ inline void Require(bool condition, const char* what) {
   std::abort();
 }
 
-// Checks the invariants of every plan of ep_prepare.
+// Aborts unless `mem` satisfies the invariants of a plan.
 inline void RequireSane(const PlanDims& dims, int64_t rank,
                         const std::vector<std::byte>& mem) {
   Plan plan;

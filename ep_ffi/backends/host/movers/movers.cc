@@ -10,8 +10,8 @@
 namespace ep::host {
 namespace {
 
-// Large enough to hide the cost of handing out a chunk, and small enough to
-// share a small exchange among a few threads.
+// Large enough to hide the cost of scheduling a chunk. Small enough to divide a
+// small exchange among a few threads.
 constexpr int64_t kChunkBytes = 256 << 10;
 
 int64_t RowsPerChunk(int64_t bytes_per_row) {

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The two data movers. A rank reads the rows of its peers and writes its own
-// outputs, so no two ranks write the same memory.
+// The two data movers, which copy or sum rows. A rank reads the rows of its
+// peers and writes its own outputs, so no two ranks write the same memory.
 //
 //   Scatter    token rows -> slots    (dispatch, backward of combine)
 //   GatherSum  slots -> token rows    (combine, backward of dispatch)
 //
-// A mover consists of independent chunks, which several threads may share. It
-// adds in float32 in ascending k and rounds once. The compiler may not fuse
-// multiply and add (copts.bzl), so that every machine computes the same bits.
+// A mover consists of independent chunks, which several threads may run.
+// GatherSum adds in float32 in ascending k and rounds once. The compiler may
+// not fuse multiply and add (copts.bzl), so that every machine computes the
+// same bits.
 
 #ifndef EP_FFI_BACKENDS_HOST_MOVERS_MOVERS_H_
 #define EP_FFI_BACKENDS_HOST_MOVERS_MOVERS_H_
@@ -24,7 +25,7 @@
 namespace ep::host {
 
 // The arrays of a rank that its peers read. For Scatter: token rows and [T, K]
-// weights; for GatherSum: slots and their weights. Weights may be null.
+// weights; for GatherSum: slots and [C] weights. Weights may be null.
 struct RankRows {
   const std::byte* rows;
   const float* weights;
@@ -40,7 +41,7 @@ struct Scatter {
   Status RunChunk(const std::vector<RankRows>& ranks, int64_t chunk) const;
 
  private:
-  // Runs the last chunk. It exists unless the tail is unspecified.
+  // Runs the last chunk, which exists unless the tail is unspecified.
   void FillTail() const;
 };
 
@@ -54,7 +55,7 @@ struct GatherSum {
   Status RunChunk(const std::vector<RankRows>& ranks, int64_t chunk) const;
 
  private:
-  // Fails if the sum of a token is not finite. The error names such a term.
+  // Fails if a token's sum is not finite, and names a term that is not finite.
   Status CheckFinite(const std::vector<RankRows>& ranks, int64_t token) const;
 };
 

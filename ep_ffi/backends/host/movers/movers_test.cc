@@ -33,8 +33,8 @@ using testing::RowType;
 using testing::SortAll;
 using testing::Uniform;
 
-// Memory between two inaccessible pages. It ends at the upper page, so that the
-// first access past its end crashes.
+// Memory between two inaccessible pages. The memory ends at the upper page, so
+// that the first access past its end crashes.
 class Fenced {
  public:
   explicit Fenced(size_t bytes) {
@@ -134,7 +134,7 @@ constexpr PlanDims kDims = {/*num_experts=*/6, /*ep_size=*/3,
                             /*capacity=*/200,  /*alignment=*/4,
                             /*drop=*/true};
 
-// Rows are smaller than a chunk, do not divide a chunk, or are larger.
+// Tests rows smaller than a chunk, not dividing a chunk, and larger than it.
 TEST(MoversTest, ChunksCoverEveryRowOnce) {
   Random random(7);
   for (int64_t width : {1, 3000, 100000}) {
@@ -182,7 +182,7 @@ TEST(MoversTest, TheErrorNamesACorruptRoute) {
   const Exchange e(random, kDims, {3, DType::kBFloat16});
   for (const Route& bad : {Route{3, 0}, Route{-2, 0}, Route{0, -1},
                            Route{0, 200}, Route{INT32_MAX, INT32_MIN}}) {
-    // The offsets of the first send route and the first recv route.
+    // Byte offsets of the first send route and the first recv route.
     const size_t header = 64;
     for (size_t at : {header, header + 100 * sizeof(Route)}) {
       std::vector<std::byte> mem = e.mem;

@@ -5,15 +5,15 @@
 
 #include "ep_ffi/core/float_types.h"
 
-// Without these options, GCC neither vectorizes a choice between floats, since
-// computing both might trap, nor keeps the loop over terms outside.
+// Without these options, GCC does not vectorize a selection between two floats
+// (computing both might trap), and does not keep the loop over terms outside.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("O3", "no-trapping-math", "no-loop-unroll-and-jam")
 #endif
 
 // On x86, GCC 12 or newer compiles these loops for three generations of vector
 // units, and the loader selects one. Elsewhere the baseline suffices (NEON on
-// ARM). Sanitizers start before the loader's selection and do not work with it.
+// ARM). Sanitizers start before the loader selects, so they need the baseline.
 #if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define EP_VECTORIZED \
@@ -42,7 +42,7 @@ EP_ALWAYS_INLINE void SumLanes(const Term* terms, size_t num_terms,
 template <typename T>
 EP_ALWAYS_INLINE void SumColumns(const Term* terms, size_t num_terms,
                                  int64_t width, T* out) {
-  constexpr int kLanes = 64;  // their sums stay in registers
+  constexpr int kLanes = 64;  // the sums of 64 columns stay in registers
   int64_t begin = 0;
   for (; begin + kLanes <= width; begin += kLanes) {
     SumLanes<kLanes>(terms, num_terms, begin, out);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Sums of rows. They multiply and add in float32, in order, and round once to
-// the type of the rows. An empty sum and a sum of -0 are +0.
+// Sums of rows. A sum multiplies and adds in float32, in the order of its
+// terms, and rounds once to the rows' dtype. Empty sums and sums of -0 are +0.
 
 #ifndef EP_FFI_BACKENDS_HOST_MOVERS_ROW_MATH_H_
 #define EP_FFI_BACKENDS_HOST_MOVERS_ROW_MATH_H_

@@ -26,7 +26,7 @@ using testing::Uniform;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// A row of exact values of the type, and its scale.
+// A row and its scale. The dtype represents the values exactly.
 struct Row {
   std::vector<double> values;
   float scale = 1;
@@ -53,7 +53,7 @@ std::vector<uint32_t> Sum(DType dtype, const std::vector<Row>& rows,
   return bits;
 }
 
-// Returns the bits of a float32 after rounding to the type.
+// Returns the bits of a float32 after rounding to the dtype.
 uint32_t Rounded(DType dtype, float value) {
   return Sum(dtype, {{{1.0}, value}})[0];
 }
@@ -87,8 +87,8 @@ TEST_P(RowMath16, EveryValueIsItsOwnSum) {
   }
 }
 
-// Tests values around the middle of all neighbours, including subnormal values
-// and the largest finite value.
+// Tests values near the midpoint of every two neighbouring values, including
+// subnormal values and the largest finite value.
 TEST_P(RowMath16, RoundsToNearestAndTiesToEven) {
   const uint32_t infinity = Encode(GetParam(), kInfinity);
   for (uint32_t low = 0; low < infinity; ++low) {
@@ -106,7 +106,7 @@ TEST_P(RowMath16, RoundsToNearestAndTiesToEven) {
 
 TEST_P(RowMath, RandomSumsMatchTheOracle) {
   Random random(1);
-  // Widths near the widths of vectors and blocks.
+  // Widths near multiples of the sizes of vectors and blocks.
   for (int64_t width :
        {1,  2,  3,  7,  8,    9,    15,   16,   17,   31,   32,
         33, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 5000}) {
@@ -139,7 +139,7 @@ TEST_P(RowMath, RandomSumsMatchTheOracle) {
 }
 
 TEST_P(RowMath, RoundsProductsBeforeAddingThem) {
-  // Rounding the product loses 2^-24; a fused sum would keep it.
+  // Rounding the product loses 2^-24, which a fused multiply-add would keep.
   const float scale = 1 + 0x1p-17;
   const double x = 1 + 0x1p-7;
   const float product = scale * x;
@@ -156,7 +156,7 @@ TEST_P(RowMath, ZeroSumsArePositive) {
   EXPECT_EQ(0u, Sum(GetParam(), {{{-0.0}}})[0]);
   EXPECT_EQ(0u, Sum(GetParam(), {{{-0.0}}, {{-0.0}}})[0]);
   EXPECT_EQ(0u, Sum(GetParam(), {{{1}}, {{-1}}})[0]);
-  // The sum underflows, in a vectorized column and in the last ones.
+  // The sum underflows: in vectorized columns (64), and in a single column.
   const ScopedFlushDenormals flush;
   for (int64_t width : {1, 64}) {
     const std::vector<double> ones(width, 1);
@@ -166,7 +166,7 @@ TEST_P(RowMath, ZeroSumsArePositive) {
   }
 }
 
-// Rounded like a number, such a NaN would become zero.
+// If rounded like a number, a NaN with every bit set would become zero.
 TEST_P(RowMath, ANanWithEveryBitSetStaysANan) {
   const uint32_t bits = 0x7fffffff;
   float nan;

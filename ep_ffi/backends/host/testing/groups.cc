@@ -19,7 +19,7 @@ namespace {
 using testing::Domain;
 using testing::WorldOptions;
 
-// Returns the options of all processes of a group, without addresses.
+// Returns the options that all processes of a group share, without addresses.
 // `process_of` returns the process of a rank.
 HostGroup::Options CommonOptions(
     const WorldOptions& options,
@@ -35,7 +35,7 @@ HostGroup::Options CommonOptions(
   return common;
 }
 
-// Returns the domains of a group. `groups` are indexed by process.
+// Returns the EP domains of a group. `groups` is indexed by process.
 std::vector<Domain> DomainsOf(
     const Topology& topology,
     const std::vector<std::shared_ptr<Group>>& groups) {

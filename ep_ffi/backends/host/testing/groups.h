@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Groups of the host backend whose processes are threads of the test. A group
-// knows its process by a number only, so sockets and shared memory work as
-// between processes.
+// knows its process by number only, so sockets and shared memory work as
+// between real processes.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_GROUPS_H_
 #define EP_FFI_BACKENDS_HOST_TESTING_GROUPS_H_
@@ -19,13 +19,13 @@
 
 namespace ep::host {
 
-// Returns the domains of one group. Assigns ranks to processes round-robin.
-// Each process has at least one rank.
+// Creates a group, and returns its EP domains. Assigns ranks to processes
+// round-robin. Each process has at least one rank.
 std::vector<testing::Domain> MakeHostGroup(const testing::WorldOptions& options,
                                            int32_t max_processes);
 
-// A process that does not run our code. It connects as a member of the group,
-// and then sends messages that no peer would send.
+// A process that does not run our code: an impostor connects as a member of the
+// group, and then sends messages that no peer would send.
 class Impostor {
  public:
   // Connects as process 1 to process 0, which `connect` creates concurrently.
@@ -34,17 +34,16 @@ class Impostor {
 
   // Sends a message of any bytes, with copies of descriptors.
   void Send(const std::string& bytes, const std::vector<int>& fds = {});
-  // Returns the next message of process 0, or an empty one after a second.
+  // Returns the next message of process 0, or an empty string after a second.
   std::string Receive();
-  // Ends the connection.
   void Leave() { socket_ = Fd(); }
 
  private:
   Fd socket_;
 };
 
-// A group of two processes. The second is an impostor that has all ranks except
-// rank 0 of the first domain.
+// A group of two processes. The second process is an impostor, to which all
+// ranks except rank 0 of the first domain belong.
 struct GroupWithImpostor {
   explicit GroupWithImpostor(const testing::WorldOptions& options);
   ~GroupWithImpostor();

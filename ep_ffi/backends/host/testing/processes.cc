@@ -33,7 +33,7 @@ using testing::RankData;
 using testing::RankInput;
 using testing::RowType;
 
-constexpr double kLimitS = 40;  // of a job
+constexpr double kLimitS = 40;  // time limit of a job
 constexpr double kPatienceS = 20;
 constexpr RowType kType = {128, DType::kFloat32};
 
@@ -46,14 +46,14 @@ PlanDims DimsOf(int32_t ep_size) {
   return dims;
 }
 
-// The inputs and results of every op on every rank of a group.
+// The inputs and expected results of every op on every rank of a group.
 struct Sample {
   PlanDims dims;
   testing::Choices choices;
   testing::Layout layout;
   std::map<Op, std::vector<RankData>> inputs, outputs;
 
-  // Returns the sample for a group size. The test makes it before it forks.
+  // Returns the sample for a group size, made by Job::Run before it forks.
   static const Sample& Of(int32_t ep_size) {
     static auto* samples = new std::map<int32_t, Sample>();  // leaked
     auto [found, is_new] = samples->try_emplace(ep_size);
@@ -75,7 +75,7 @@ struct Sample {
   }
 };
 
-// Returns this test's failures so far. A child inherits its parent's failures.
+// Counts the failures of this test. A child inherits the parent's count.
 int CountFailures() {
   return ::testing::UnitTest::GetInstance()
       ->current_test_info()
@@ -256,7 +256,7 @@ void Rank::Die(Way way) {
       raise(SIGSEGV);
       break;
     case Way::kExit:
-      // On another thread, exit would destroy data of the main thread.
+      // On another thread, exit() would destroy data that the main thread uses.
       if (getpid() == syscall(SYS_gettid)) exit(0);
       break;
   }

@@ -25,21 +25,20 @@ namespace ep::host {
 inline constexpr int32_t kNumRanks = 4;
 inline constexpr int64_t kNumOps = 5;
 
-// Ways to end a process without a message to its peers.
+// Ways in which a process ends without a message to its peers.
 enum class Way { kKill, kCrash, kExit };
 inline constexpr Way kWays[] = {Way::kKill, Way::kCrash, Way::kExit};
 
-// A divisor for repetitions, since sanitizers are slow.
+// A divisor for the number of repetitions, since sanitizers are slow.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr int kFewer = 10;
 #else
 inline constexpr int kFewer = 1;
 #endif
 
-// Waits until `holds` returns true. Returns false at the deadline.
+// Waits until `holds` returns true. Returns false after `seconds`.
 bool WaitFor(double seconds, const std::function<bool()>& holds);
 
-// Returns the number of entries of a folder.
 size_t CountEntries(const char* folder);
 
 // Returns the lines of a file that contain a word.
@@ -51,20 +50,20 @@ struct Address {
   char name[64];
 };
 
-// The progress of a rank, for other ranks and for the test.
+// The progress of a rank, in memory that all ranks and the test share.
 struct Record {
   std::atomic<pid_t> pid;
-  std::atomic<int64_t> joined;     // groups
-  std::atomic<int64_t> posted;     // ops, in all groups
-  std::atomic<int64_t> completed;  // posted ops that have completed
+  std::atomic<int64_t> joined;     // number of groups
+  std::atomic<int64_t> posted;     // number of ops, in all groups
+  std::atomic<int64_t> completed;  // number of completed ops
   std::atomic<double> died;        // time of death, or 0
   std::atomic<double> failed;      // time of the first failure, or 0
   Address addresses[2];            // in a group of some ranks, and of all
 };
 using Records = std::array<Record, kNumRanks>;
 
-// A rank in a separate process. It runs training steps: each op in turn, on
-// inputs that all ranks know, and checks that the results are bitwise right.
+// A rank in a separate process. The rank runs training steps: all ops in order,
+// on inputs that every rank knows. Checks that the results are bitwise right.
 class Rank {
  public:
   Rank(int32_t rank, Records* records);
@@ -81,15 +80,15 @@ class Rank {
   void Next();
   void Post();
   void Wait();
-  // Forgets a failure and the rest of its step, which is one run.
+  // Forgets a failure, and skips the rest of the step (one run) that failed.
   void NextStep();
-  // Returns the number of ops that it has posted to this group.
+  // Returns the number of ops that this rank has posted to the group.
   int64_t num_posts() const { return num_posts_; }
   // Posts an op after ep_prepare, in any run and position.
   testing::StepPtr Post(Op op, testing::Place place);
-  // Closes the group and destroys it. Returns the message of status().
+  // Closes and destroys the group. Returns the message of status().
   std::string Abandon();
-  // Closes the group, and expects that the process keeps none of its memory.
+  // Does the same as Abandon, and expects that no segment stays mapped.
   std::string Close();
 
   // Waits until `holds` is true for all ranks except `but` (-1: for all). Fails
@@ -110,16 +109,16 @@ class Rank {
   Status status_;
 };
 
-// The end of a rank: the result of `body`, and the wait status.
+// How a rank ended: the result of `body`, and the status from waitpid.
 struct Ending {
   std::string said;
   int status;
 };
 
-// Expects that all ranks ended well and reported no error.
+// Expects that all ranks exited with 0 and reported no error.
 void ExpectNothingSaid(const std::vector<Ending>& endings);
 
-// The ranks of one test. The destructor expects that no socket is left.
+// The ranks of one test. The destructor expects that all sockets are closed.
 struct Job {
   Job();
   ~Job();

@@ -39,8 +39,8 @@ class Fd {
   int fd_;
 };
 
-// Watches a process, which may have ended already. Before Linux 5.3 there are
-// no descriptors of processes, and the process never seems to end.
+// Watches a process, which may have ended already. Before Linux 5.3, which
+// added process descriptors, HasEnded always returns false.
 class ProcessWatch {
  public:
   // Watches the process `pid`, or no process if `pid` is 0.
@@ -86,7 +86,7 @@ inline bool SendMessage(const Fd& socket, const std::string& bytes,
   return sendmsg(socket.get(), &header, flags | MSG_NOSIGNAL) >= 0;
 }
 
-// Returns the error of a failed system call: the reason, from `errno`, and a
+// Returns the error of a failed system call, with the reason from `errno` and a
 // remedy.
 inline Status SystemError(const std::string& what) {
   const int error = errno;

@@ -16,7 +16,7 @@
 namespace ep::host {
 namespace {
 
-// Interval at which a waiting process polls for dead peers.
+// Interval, in seconds, at which a waiting process polls for dead peers.
 constexpr double kLookForDeathsS = 0.1;
 
 // Waits until `fd` is readable. Returns false at the deadline.
@@ -137,7 +137,7 @@ Status Handshake::AcceptOthers() {
       if (errno == ECONNABORTED || errno == EINTR) continue;
       return SystemError("cannot accept the other processes of the group");
     }
-    // Rejects another user and continues to wait.
+    // Rejects a process of another user, and continues to wait.
     if (!IsSameUser(fd.get())) continue;
     const int32_t process =
         ReceiveHello(fd.get(), std::min(deadline_, Now() + 5));
@@ -156,7 +156,7 @@ int32_t Handshake::FindDead() const {
 }
 
 Status Handshake::Unreachable(int32_t process) const {
-  // The kernel reports a death a moment after it has closed the sockets.
+  // The kernel closes the sockets of a process before it reports the death.
   int32_t dead = FindDead();
   for (int i = 0; i < 20 && dead < 0; ++i) {
     usleep(1000);

@@ -3,22 +3,22 @@
 // Connects the processes of a group: every pair gets a socket.
 //
 // Each process binds a socket to an abstract address with a random name and
-// listens, before it tells the others the name (ep/_src/backends/host.py). So
-// no process can take the name first, and the address vanishes with the socket.
-// A process connects to the processes with smaller numbers and accepts the
-// others. Connecting fails as soon as a process is known to have died.
+// listens, before it publishes the name (ep/_src/backends/host.py). So no
+// process can take the name first, and the address vanishes with the socket. A
+// process connects to processes with smaller numbers, and accepts the other
+// processes. Connecting fails as soon as a process is known to have died.
 //
 // The threat model of the engine:
 //
-//   reachable by  processes of this user (SO_PEERCRED) and network; if pids are
-//                 known, only the expected process
+//   reachable by  processes of this user (SO_PEERCRED) in this network
+//                 namespace; if pids are known, only the expected process
 //   checked       every byte that a peer sends or shares; a bad byte fails the
 //                 run and does no other harm (../fuzz)
 //   trusted       root, and this user, who could trace this process anyway
 //
 // Both sides query the kernel for the peer's credentials before they send or
-// read a byte. A secret would add nothing: JAX's key-value store would
-// distribute it, as it distributes the names, and the store asks for no
+// read a byte. A secret would add nothing: JAX's key-value store, which
+// distributes the names, would distribute the secret, and the store asks for no
 // credentials.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_HANDSHAKE_H_
@@ -37,13 +37,12 @@ namespace ep::host {
 
 class Handshake {
  public:
-  // `listener` is the socket on which this process listens; the caller closes
-  // it. With one process it is unused. `watches` are indexed by process. The
-  // references must outlive this object.
+  // `listener` is the listening socket of this process, unused in a group of
+  // one process. The caller closes the socket. `watches` is indexed by process.
+  // The references must outlive this object.
   Handshake(const Topology& topology, int listener, double timeout_s,
             const std::vector<ProcessWatch>& watches);
 
-  // Connects this process with all others.
   Status Connect();
 
   // Returns the sockets by process, also after `Connect` failed.
@@ -55,12 +54,12 @@ class Handshake {
   // Waits until `fd` is readable. Returns false at the deadline, or if a
   // process has died.
   bool Await(int fd) const;
-  // Receives the number of the process at the other end. Returns -1 at `until`,
-  // or if the pid of that process is not the expected one.
+  // Receives the number of the process that connects. Returns -1 at the time
+  // `until`, or if the pid of the process is not the expected one.
   int32_t ReceiveHello(int fd, double until) const;
-  // Returns the error of a failed connection. It names a dead process, if any.
+  // Returns a failed connection's error, which names a dead process, if any.
   Status Unreachable(int32_t process) const;
-  // Returns a dead process, or -1.
+  // Returns the number of a dead process, or -1.
   int32_t FindDead() const;
 
   const Topology& topology_;

@@ -31,7 +31,7 @@ constexpr const char* kNames[Signature::kNumFields] = {
     "bytes of rows",
     "bytes of weights"};
 
-// Returns a name, or the number if it has no name.
+// Returns the name of a value, or the number if the value has no name.
 std::string OneOf(std::initializer_list<const char*> names, int64_t value) {
   return 0 <= value && value < static_cast<int64_t>(names.size())
              ? names.begin()[value]
@@ -99,7 +99,7 @@ bool Decode(const char* bytes, size_t size, Message* message,
   std::memcpy(message, bytes, sizeof(*message));
   if (message->text_bytes != size - sizeof(*message)) return false;
   if (message->type > Message::kBye) return false;
-  // A failure without an error would complete ops that have not run.
+  // A kFail with code kOk would complete ops that have not run.
   if (message->type == Message::kFail &&
       (message->code <= static_cast<int32_t>(Code::kOk) ||
        message->code > static_cast<int32_t>(Code::kInternal))) {

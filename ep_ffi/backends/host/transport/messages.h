@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Messages between the processes of a group. peers.h sends them on its sockets.
+// Messages between the processes of a group, which peers.h sends on sockets.
 //
 // A message comes from another process, so no value in it is trusted (see
-// handshake.h). `Decode` checks its form, and engine/exchange.cc checks the
-// values against the group.
+// handshake.h). `Decode` checks the form of a message, and engine/exchange.cc
+// checks the values against the group.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_MESSAGES_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_MESSAGES_H_
@@ -19,9 +19,9 @@
 
 namespace ep::host {
 
-// The values that must be equal on all ranks of an exchange, and the sizes of
-// the two arrays that each rank posts. They come from shapes and attributes,
-// except the hash of the routing. Messages contain the struct as it is.
+// The values that must be equal on all ranks of an exchange, with the sizes of
+// the two arrays that each rank posts. All but the hash of the routing come
+// from shapes and attributes. Messages contain the struct's bytes.
 struct Signature {
   enum Field {
     kOp,
@@ -47,34 +47,34 @@ struct Signature {
   int64_t operator[](Field field) const { return values[field]; }
   int64_t& operator[](Field field) { return values[field]; }
 
-  // Return the offset of the second array in a segment, and the end of it.
+  // Return the offset of the second array in a segment, and the total bytes.
   size_t second_offset() const;
   size_t staged_bytes() const;
-  // Returns whether a segment of `bytes` holds both arrays. A peer's values may
-  // be any numbers.
+  // Returns whether both arrays fit into a segment of `bytes`. Also works for
+  // invalid values from a peer.
   bool FitsIn(size_t bytes) const;
 
   std::optional<Field> FirstDifference(const Signature& other) const;
-  // Return the name and the value of a field, for messages.
+  // Return the name and the value of a field, for error messages.
   static const char* Name(Field field);
   std::string ValueOf(Field field) const;
 };
 
-// A launch, as its process names it; see engine/launches.h.
+// The name of a launch in one process; see engine/launches.h.
 struct Launch {
   uint64_t site_id;  // see Site::id
   int64_t run_id;
   int64_t number;
 };
 
+// The fixed part of a message, which `text_bytes` bytes of text follow. Types:
+//
 //   kSegment  a new segment of the sender; carries its descriptor
 //   kPost     a rank of the sender has posted its rows in a segment
 //   kRelease  the sender has read a segment of the receiver
 //   kFail     a run failed on the sender, and fails on the receiver
-//   kBye      the sender closes its group, perhaps for a reason; its last
+//   kBye      the sender closes its group, perhaps for a reason; the last
 //             message
-//
-// The fixed part of a message. `text_bytes` bytes of text follow.
 struct Message {
   enum Type : uint32_t { kSegment, kPost, kRelease, kFail, kBye };
 
@@ -82,16 +82,16 @@ struct Message {
   uint32_t text_bytes;
   int32_t code;          // kFail
   int32_t domain, rank;  // kPost
-  Launch launch;         // kPost, kFail: the sender's name of it
-  int64_t position;      // kPost: of the op in its program
-  uint64_t segment;      // kSegment, kPost, kRelease: number of its owner
+  Launch launch;         // kPost, kFail: as the sender names it
+  int64_t position;      // kPost: index of the op in its program
+  uint64_t segment;      // kSegment, kPost, kRelease: the owner's id
   Signature signature;   // kPost
 };
 
-inline constexpr size_t kMaxText = 4096;  // of a message
+inline constexpr size_t kMaxText = 4096;  // bytes of text in a message
 inline constexpr size_t kMaxMessage = sizeof(Message) + kMaxText;
 
-// Returns the bytes of a message. Cuts a text that is too long.
+// Returns the bytes of a message. Truncates the text to kMaxText bytes.
 std::string Encode(Message message, const std::string& text);
 
 // Join and split the text of kPost: the names of the op's layer and program,
@@ -100,8 +100,8 @@ std::string JoinNames(const std::string& layer, const std::string& program);
 void SplitNames(const std::string& text, std::string* layer,
                 std::string* program);
 
-// Reads a message. Returns false unless `Encode` can make these bytes, the type
-// is known, and the code of a kFail is an error.
+// Decodes a message. Returns false unless `Encode` can make these bytes, the
+// type is known, and the code of a kFail is an error.
 bool Decode(const char* bytes, size_t size, Message* message,
             std::string* text);
 
@@ -110,8 +110,8 @@ struct Hello {
   int32_t process;
 };
 
-// Writes the abstract address of a name, and returns its size. Cuts a name that
-// is too long.
+// Writes the abstract address of a name, and returns its size. Truncates a name
+// that is too long.
 socklen_t AddressOf(const std::string& name, sockaddr_un* address);
 
 }  // namespace ep::host

@@ -19,12 +19,12 @@
 namespace ep::host {
 namespace {
 
-// Event sources of the progress thread: the number of a process for its socket,
-// with this bit for its end, and the last value for the destructor.
+// Event sources of the progress thread: a process number (its socket), a
+// process number with kProcessEnd (its end), and kStop (from the destructor).
 constexpr uint64_t kProcessEnd = uint64_t{1} << 32;
 constexpr uint64_t kStop = ~uint64_t{0};
 
-// Adds a descriptor to the events that `epoll` waits for, or modifies it.
+// Adds a descriptor to `epoll`, or changes the events to wait for.
 void Watch(const Fd& epoll, int operation, int fd, uint32_t events,
            uint64_t source) {
   epoll_event event = {};
@@ -35,12 +35,12 @@ void Watch(const Fd& epoll, int operation, int fd, uint32_t events,
 
 }  // namespace
 
-// The connection to one peer. The lock guards the queue: a message is sent only
-// if the queue is empty.
+// The connection to one peer. The lock guards the queue. A new message is sent
+// directly only if the queue is empty, which keeps the order.
 struct Peers::Link {
   struct Outgoing {
     std::string bytes;
-    std::shared_ptr<const Fd> fd;  // null if the message carries none
+    std::shared_ptr<const Fd> fd;  // null if there is no descriptor
   };
 
   Link(int32_t process, Fd socket)
@@ -52,13 +52,13 @@ struct Peers::Link {
   Mutex mutex;
   std::deque<Outgoing> queue EP_GUARDED_BY(mutex);
 
-  // Used by the progress thread only.
+  // Only the progress thread uses the members below.
   bool has_left = false;
-  std::map<uint64_t, Mapping> segments;  // mapped ones only
-  Status mapped;                         // the error of an unmapped one, if any
+  std::map<uint64_t, Mapping> segments;  // the peer's segments, mapped
+  Status mapped;                         // error of a failed mapping, if any
 
-  // Returns false if the socket is full. Returns true if the peer has left,
-  // which the progress thread reports.
+  // Returns false if the socket is full. If the peer has left, returns true;
+  // the progress thread reports that the peer has left.
   bool TrySend(const Outgoing& out) EP_REQUIRES(mutex) {
     const std::vector<int> fds =
         out.fd ? std::vector<int>{out.fd->get()} : std::vector<int>();
@@ -71,8 +71,8 @@ struct Peers::Link {
     return true;
   }
 
-  // Sends queued messages until the socket is full. Returns whether none is
-  // left.
+  // Sends queued messages until the socket is full. Returns whether the queue
+  // is empty.
   bool Flush() EP_REQUIRES(mutex) {
     while (!queue.empty() && TrySend(queue.front())) queue.pop_front();
     return queue.empty();
@@ -140,7 +140,7 @@ Status Peers::Acquire(size_t bytes, const std::vector<int32_t>& readers,
   Fd new_fd;
   EP_RETURN_IF_ERROR(segments_->Acquire(bytes, readers, out, &new_fd));
   if (new_fd.get() >= 0) {
-    // The links share it: one copy per link could exceed the limit of files.
+    // All links share one descriptor: copies could exceed the limit of files.
     const auto fd = std::make_shared<const Fd>(std::move(new_fd));
     Message message = {};
     message.type = Message::kSegment;
@@ -206,8 +206,8 @@ void Peers::Progress() {
   double next_tick = Now() + tick_s_;
   epoll_event events[16];
   while (true) {
-    // Handles messages before a tick, which is late if this process was
-    // stopped.
+    // If the tick is overdue (this process was stopped), first handles the
+    // messages that have arrived.
     const bool is_due = Now() >= next_tick;
     const int n = epoll_wait(epoll_.get(), events, 16, is_due ? 0 : tick_ms);
     for (int i = 0; i < n; ++i) {
@@ -221,7 +221,7 @@ void Peers::Progress() {
         }
       }
       if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) Receive(link);
-      // All messages of the process have been received.
+      // The process has ended, and Receive has read all its messages.
       if (source & kProcessEnd) Drop(link, /*is_orderly=*/false, "");
     }
     if (is_due) {
@@ -240,14 +240,14 @@ void Peers::Receive(Link& link) {
     header.msg_iov = &iov;
     header.msg_iovlen = 1;
     header.msg_control = control;
-    // CMSG_LEN, since a second descriptor would fit into the padding of
+    // Uses CMSG_LEN, since a second descriptor would fit into the padding of
     // CMSG_SPACE and stay open.
     header.msg_controllen = CMSG_LEN(sizeof(int));
     const ssize_t size =
         recvmsg(link.socket.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (size < 0 && errno == EAGAIN) return;
     // A peer that leaves without reading our messages resets the connection.
-    // The kernel reports this once, before the messages that the peer has sent.
+    // The kernel reports the reset once, before the peer's last messages.
     if (size < 0 && (errno == EINTR || errno == ECONNRESET)) continue;
     Fd fd;
     cmsghdr* c = size >= 0 ? CMSG_FIRSTHDR(&header) : nullptr;
@@ -258,15 +258,15 @@ void Peers::Receive(Link& link) {
     }
     Message message;
     std::string text;
-    // The end of the stream, or an error.
+    // A size of 0 is the end of the stream; a negative size is an error.
     if (size <= 0) return Drop(link, /*is_orderly=*/false, "");
     if (!Decode(bytes, size, &message, &text)) {
-      // The peer does not run our code. It must not wait for an answer.
+      // The peer does not run our code, and must not wait for an answer.
       shutdown(link.socket.get(), SHUT_RDWR);
       return Drop(link, /*is_orderly=*/false, "");
     }
-    // The buffer has space for the descriptor. It is lost if this process may
-    // open no more files.
+    // The buffer has space for the descriptor. The kernel drops the descriptor
+    // if this process may open no more files.
     Status received;
     if (fd.get() < 0 && (header.msg_flags & MSG_CTRUNC)) {
       errno = EMFILE;
@@ -285,7 +285,7 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
       if (mapped.ok()) {
         link.segments.emplace(message.segment, std::move(memory));
       } else {
-        link.mapped = std::move(mapped);  // a post in this segment fails
+        link.mapped = std::move(mapped);  // posts in this segment fail
       }
       return;
     }

@@ -8,9 +8,9 @@
 // it or dies; ProcessWatch reports a death even if a child of the peer's
 // process holds the socket open.
 //
-// One progress thread per group receives. It waits only for messages and the
-// next tick, and never runs a user's program. Senders never wait: the progress
-// thread sends messages for which a socket has no space.
+// One progress thread per group receives messages. The thread waits only for
+// messages and the next tick, and never runs a user's program. Senders never
+// wait: if a socket is full, the progress thread sends the message later.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_PEERS_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_PEERS_H_
@@ -33,14 +33,14 @@
 namespace ep::host {
 
 // Thread-safe after `Start`: any thread may send. A lock per connection keeps
-// its messages in order. Only the progress thread uses received data, which
+// the messages in order. Only the progress thread uses received data, which
 // needs no lock.
 class Peers {
  public:
-  // The progress thread calls these.
+  // The functions that the progress thread calls.
   struct Callbacks {
-    // `memory` is the mapped segment. Null if there is none, or if mapping it
-    // failed with `mapped`.
+    // `memory` is the mapped segment, or null if the segment is unknown or
+    // could not be mapped, with the error `mapped`.
     std::function<void(int32_t process, const Message&, const std::string& text,
                        const Mapping* memory, const Status& mapped)>
         on_post;
@@ -52,28 +52,28 @@ class Peers {
     std::function<void()> on_tick;
   };
 
-  // Connects every pair of processes. `listener` is as in Handshake.
+  // Connects every pair of processes. See Handshake for `listener`.
   static Status Connect(Topology topology, int listener, double timeout_s,
                         double tick_s, std::unique_ptr<Peers>* out);
-  // Joins the progress thread, so that thread must not call it.
+  // Joins the progress thread, which must not destroy this object.
   ~Peers();
 
   const Topology& topology() const { return topology_; }
   // Returns the segments of this process, which live as long as this object.
   std::weak_ptr<SegmentPool> segments() const { return segments_; }
 
-  // Begins to receive, also messages that peers have sent before.
+  // Begins to receive messages, including messages that were sent before.
   void Start(Callbacks callbacks);
 
-  // Finds a segment of at least `bytes` for these readers, and announces it to
-  // all processes if it is new.
+  // Acquires a segment of at least `bytes` for these readers. Announces a new
+  // segment to all processes.
   Status Acquire(size_t bytes, const std::vector<int32_t>& readers,
                  Segment** out);
   void SendPost(const std::vector<int32_t>& processes, Message message,
                 const std::string& names);
   void SendRelease(int32_t process, uint64_t segment);
   void SendFail(const Launch& launch, const Status& status);
-  // Sends the last message, and waits up to a second for queued messages.
+  // Sends kBye. Waits up to a second until all queued messages are sent.
   void SendBye(const std::string& reason);
 
  private:
@@ -83,9 +83,8 @@ class Peers {
   void Send(Link& link, const Message& message, const std::string& text,
             std::shared_ptr<const Fd> fd = nullptr);
   void Progress();
-  // Receives all messages that have arrived.
   void Receive(Link& link);
-  // Handles a message. `received` is the error if a descriptor was lost.
+  // Handles a message. `received` is the error if its descriptor was lost.
   void Handle(Link& link, const Message& message, const std::string& text,
               const Fd& fd, const Status& received);
   // Stops receiving from a peer that has left.

@@ -25,7 +25,6 @@ using testing::ExpectOk;
 
 constexpr double kTickS = 0.01;
 
-// Connects a process to the others.
 Status Connect(const Listeners& listeners, const Topology& topology,
                std::unique_ptr<Peers>* out, double timeout_s = 30) {
   return Peers::Connect(topology, listeners.socket(topology.process), timeout_s,
@@ -41,7 +40,7 @@ std::vector<std::unique_ptr<Peers>> ConnectAll(int32_t num_processes) {
   return all;
 }
 
-// Records one line per message. It must outlive its Peers.
+// Records one line per message. A log must outlive the Peers that call it.
 class Log {
  public:
   Peers::Callbacks Callbacks() {
@@ -62,7 +61,6 @@ class Log {
         [] {}};
   }
 
-  // Waits for as many lines as expected, and compares them.
   void Expect(const std::vector<std::string>& expected) {
     const auto deadline =
         std::chrono::steady_clock::now() + std::chrono::seconds(30);
@@ -120,7 +118,7 @@ TEST(PeersTest, ASegmentNeedsOneDescriptorOfItsOwner) {
   do {
     others.emplace_back(dup(STDERR_FILENO));
   } while (others.back().get() >= 0);
-  others.pop_back();  // the one that failed
+  others.pop_back();  // the dup that failed
   others.pop_back();
   Post(peers[2].get(), 0, 7, "seven");
   others.clear();
@@ -161,8 +159,8 @@ TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
   EXPECT_EQ(first, third);
 }
 
-// If a peer closes a socket with unread messages, our next call fails, though
-// there may be messages to receive.
+// If a peer closes a socket with unread messages, our next recvmsg fails,
+// although messages of the peer may wait in our socket.
 TEST(PeersTest, UnreadMessagesDoNotHideAnOrderlyClose) {
   Log log;
   auto peers = ConnectAll(2);
@@ -258,7 +256,7 @@ TEST(PeersTest, OnlyOneProcessGetsANumber) {
   EXPECT_NE(statuses[1].ok(), statuses[2].ok());
 }
 
-// The other process has the same user, but is not in the group.
+// The rejected process has the same user, but is not in the group.
 TEST(PeersTest, RejectsAnUnexpectedProcess) {
   const Listeners listeners(2);
   Status statuses[2];

@@ -42,8 +42,8 @@ Status Mapping::Create(const char* name, size_t bytes, Mapping* out,
   if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
     return SystemError("cannot seal shared memory");
   }
-  // Older kernels lack this seal. There peers of the same user could map the
-  // memory for writing; our peers never do.
+  // Kernels before Linux 5.1 lack this seal. There, peers of the same user
+  // could map the memory for writing, but our code never does.
   (void)fcntl(fd.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
   *out = std::move(mapping);
   *out_fd = std::move(fd);
@@ -51,7 +51,7 @@ Status Mapping::Create(const char* name, size_t bytes, Mapping* out,
 }
 
 Status Mapping::OpenPeer(const Fd& fd, Mapping* out) {
-  // lseek, because fstat needs glibc 2.33; see older_runtimes.cc.
+  // Calls lseek, because fstat needs glibc 2.33; see older_runtimes.cc.
   const off_t bytes = lseek(fd.get(), 0, SEEK_END);
   const int seals = fcntl(fd.get(), F_GET_SEALS);
   if (bytes <= 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0) {

@@ -2,11 +2,11 @@
 
 // Shared memory in which a process stages rows for its peers.
 //
-// A segment is an anonymous memfd. It has no name that could be left behind or
+// A segment is an anonymous memfd, without a name that could be left behind or
 // guessed. Only this user may open it (mode 0600), and peers can map it only
-// for reading. Its size is sealed, so that no peer can cause a fault (see the
-// threat model in handshake.h). The kernel frees it with its last mapping,
-// however a process ends.
+// for reading. Its size is sealed, so that no peer can cause a SIGBUS (see the
+// threat model in handshake.h). The kernel frees a segment with its last
+// mapping, however a process ends.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_SEGMENT_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_SEGMENT_H_
@@ -59,34 +59,34 @@ class Mapping {
 struct Segment {
   uint64_t id;
   Mapping memory;
-  std::vector<int32_t> readers;  // processes that have not released it
+  std::vector<int32_t> readers;  // processes that still read it
 };
 
 // The segments of this process. One staged op uses a whole segment. Sizes are
 // powers of two, and untouched pages take no memory, so that reuse is simple
-// and the peak grows with the ops in flight.
+// and the peak memory grows with the ops in flight.
 //
-// Thread-safe. The lock guards which segments are free and who reads the
-// others. It does not guard the rows.
+// Thread-safe. The lock guards the sets of segments and their readers, but not
+// the rows in the segments.
 class SegmentPool {
  public:
-  // Finds a free segment of at least `bytes`, which each of `readers` releases
-  // once. Sets `*new_fd` to the descriptor of a new segment, which the peers
-  // need, else to an empty one.
+  // Returns a free or a new segment of at least `bytes`. Each of `readers`
+  // releases the segment once. Sets `*new_fd` to the descriptor of a new
+  // segment, which the peers need, else to an empty Fd.
   Status Acquire(size_t bytes, const std::vector<int32_t>& readers,
                  Segment** out, Fd* new_fd);
 
   HostMemory Memory();
 
   // Releases a segment for a reader. Returns false if the process is not a
-  // reader of it: no peer can free a segment that others read.
+  // reader of the segment, so that no peer can free a segment that others read.
   bool Release(int32_t process, uint64_t id);
 
  private:
   Mutex mutex_;
-  // By id.
+  // All segments by id.
   std::map<uint64_t, std::unique_ptr<Segment>> segments_ EP_GUARDED_BY(mutex_);
-  // By size.
+  // The free segments by size.
   std::multimap<size_t, Segment*> free_ EP_GUARDED_BY(mutex_);
 };
 

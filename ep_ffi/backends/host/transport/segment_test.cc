@@ -119,7 +119,7 @@ TEST(SegmentTest, ReportsLackOfMemory) {
 }
 
 // Opens the memory of this process's only shared text, as another process does.
-// Empty if there is none.
+// Returns an empty Fd if there is none.
 Fd Find() {
   Fd found;
   DIR* folder = opendir("/proc/self/fd");
