@@ -52,7 +52,7 @@ def cc_tests(deps, srcs = None, size = "small"):
         )
 
 def ep_sources():
-    """Declares the filegroup of the files that //:sdist packs."""
+    """Declares a filegroup of this package's files that //:sdist packs."""
     native.filegroup(
         name = "sources",
         srcs = native.glob(
@@ -65,8 +65,8 @@ def ep_sources():
 def ep_shared_library(name, deps):
     """Declares a shared library of the FFI handlers and a backend.
 
-    It serves every Python version, since Python loads it with ctypes and the
-    library does not link to Python, and every system with glibc 2.28 or newer.
+    ctypes loads the library, which does not link to Python. So the library
+    serves every Python version, and every system with glibc 2.28 or newer.
 
     Args:
       name: The name of the file, libep_ffi_<platform>.so.

@@ -9,7 +9,7 @@ def _with_cuda_impl(settings, attr):
     # CUDA does not change the library for CPUs, so do not compile it again.
     return {_CUDA: settings[_CUDA] if attr.cuda == "none" else attr.cuda}
 
-# Builds the library of a wheel as --config=cuda12 does.
+# Builds the library of a wheel for CUDA as --config=cuda12 or cuda13 does.
 _with_cuda = transition(
     implementation = _with_cuda_impl,
     inputs = [_CUDA],
@@ -80,8 +80,8 @@ def distribution(
         **kwargs):
     """Builds a wheel or an sdist into a folder.
 
-    No BUILD file contains the name of the file, which has its version and its
-    platform.
+    The name of the file contains the version and the platform, so no BUILD file
+    can name the file.
 
     Args:
       name: The name of the target and of the folder.
@@ -90,7 +90,7 @@ def distribution(
       library: The native library, for the folder of the package.
       package: The folder of the package.
       project: The project file, which may have placeholders.
-      glibc: The oldest glibc of the library, which manylinux_test checks.
+      glibc: The oldest supported glibc, which manylinux_test checks.
       cuda: The major version of CUDA of the library, or "none".
       **kwargs: Passed on to the rule.
     """

@@ -27,7 +27,7 @@ def packages(*names: str) -> str:
 
 
 class Environment:
-  """A virtual environment of packages from Bazel, and its current folder."""
+  """A virtual environment with packages from Bazel, and a working folder."""
 
   def __init__(self, folder: pathlib.Path):
     venv.create(folder / "venv", symlinks=True)

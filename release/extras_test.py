@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pip installs the wheel for CUDA by the extra, and ep finds its library.
+"""Tests that the extra installs the wheel for CUDA and ep finds its library.
 
 Usage: extras_test.py CUDA FOLDER FOLDER
 
 CUDA is a version, such as 13. The first FOLDER has the wheel of the package,
-the second one the wheel for CUDA. Empty wheels replace NVIDIA's packages and
-JAX's plugin, which take gigabytes.
+the second FOLDER has the wheel for CUDA. Empty wheels replace NVIDIA's packages
+and JAX's plugin, which take gigabytes.
 """
 
 from collections.abc import Iterator

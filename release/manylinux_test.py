@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wheel runs with every glibc and libstdc++ of its platform tag.
+"""Tests that a wheel runs with every glibc and libstdc++ of its platform tag.
 
 Usage: manylinux_test.py FOLDER
 

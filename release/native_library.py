@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The build hook of our wheels: adds the native library and the platform tag.
 
-Bazel puts a library into the package, and builds it without the sources. With
-the sources, the hook compiles the library for CPUs, with the C++ compiler $CXX
-(default: c++) and $CXXFLAGS, against the FFI headers of the installed jaxlib.
-For an editable installation, the hook writes the library into the checkout,
-beside the modules.
+Bazel puts a compiled library into the package, and leaves out the sources. If
+there are sources, the hook compiles the library for CPUs, with the C++ compiler
+$CXX (default: c++) and $CXXFLAGS, against the FFI headers of the installed
+jaxlib. For an editable installation, the hook writes the library into the
+checkout, beside the modules.
 """
 
 import concurrent.futures

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sdist compiles with the C++ compiler of the machine, and then works.
+"""Tests that the sdist compiles with the machine's C++ compiler, and works.
 
 Usage: sdist_test.py FOLDER HEADER...
 

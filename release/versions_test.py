@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files agree on the versions of our dependencies.
+"""Tests that the files agree on the versions of our dependencies.
 
 tools/release.py compares the files with our own version.
 """

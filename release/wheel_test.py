@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel works in a virtual environment, without the checkout.
+"""Tests that the wheel works in a virtual environment, without the checkout.
 
 Usage: wheel_test.py FOLDER README EXAMPLE TEST SUPPORT...
 
@@ -17,7 +17,7 @@ import tempfile
 
 from environment import Environment
 
-# Makes XLA compile faster.
+# The XLA flag that makes compilation fast.
 _QUICK = "--xla_backend_optimization_level=0"
 # The import of Flax 0.12 raises an AttributeError with JAX 0.12.
 _IMPORT_RECIPES = """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python modules, compiled beside their sources."""
+"""Compiles Python modules to bytecode beside their sources."""
 
 load("@ep_python//:version.bzl", "PYTHON")
 

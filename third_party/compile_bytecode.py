@@ -11,6 +11,6 @@ for source, compiled in zip(files[:half], files[half:], strict=True):
     source,
     compiled,
     doraise=True,
-    # File times have no meaning in a build, and tests change copies.
+    # File times mean nothing in a build, and tests change copies of modules.
     invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH,
   )

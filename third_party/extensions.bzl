@@ -6,7 +6,7 @@ load(":repositories.bzl", "ep_repositories")
 def _ep_dependencies_impl(mctx):
     ep_repositories()
 
-    # The result is the same in every module, so no MODULE.bazel.lock needs it.
+    # The result is equal in every module, so no MODULE.bazel.lock records it.
     return mctx.extension_metadata(reproducible = True)
 
 ep_dependencies = module_extension(implementation = _ep_dependencies_impl)

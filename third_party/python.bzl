@@ -47,7 +47,7 @@ def _find_python(rctx):
         fail("{} is Python {}, not {}.".format(program, version, wanted) + cure)
     return struct(path = path, version = version)
 
-# This file defines toolchains for build steps. Older rules_python has no such file.
+# This file of newer rules_python defines the toolchains for build steps.
 _EXEC_TOOLS = Label("@rules_python//python:py_exec_tools_toolchain.bzl")
 
 _BUILD = """\

@@ -7,11 +7,11 @@ load(":python.bzl", "python_toolchain")
 
 _PY_LOCK = Label("//third_party/py:requirements_lock.txt")
 
-# Both give the layout of a CUDA installation: include/, lib/, bin/, nvvm/.
+# Both package lists give the layout of CUDA: include/, lib/, bin/, nvvm/.
 _CUDA_PACKAGES = {
     "12": {
         "nvidia-cuda-cccl-cu12": "nvidia/cuda_cccl",
-        "nvidia-cuda-nvcc-cu12": "nvidia/cuda_nvcc",  # for crt/; without nvcc
+        "nvidia-cuda-nvcc-cu12": "nvidia/cuda_nvcc",  # has crt/, but no nvcc
         "nvidia-cuda-nvrtc-cu12": "nvidia/cuda_nvrtc",
         "nvidia-cuda-runtime-cu12": "nvidia/cuda_runtime",
     },
@@ -40,7 +40,7 @@ def ep_repositories():
         lock = _PY_LOCK,
     )
 
-    # Without the packages of @ep_pypi.
+    # This lock leaves out the packages of @ep_pypi.
     pip_packages(
         name = "ep_examples_pypi",
         bytecode = [
@@ -52,8 +52,8 @@ def ep_repositories():
         lock = Label("//third_party/py:requirements_examples_lock.txt"),
     )
 
-    # The headers of the oldest JAX, with any Python. A module with its own JAX
-    # compiles the native library without our JAX.
+    # The FFI headers of the oldest JAX, for any Python. A module with its own
+    # JAX compiles the native library without fetching our JAX.
     pip_archive(
         name = "ep_xla_ffi",
         build_file = Label("//third_party/cc:xla_ffi.BUILD"),

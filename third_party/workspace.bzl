@@ -19,7 +19,7 @@ def ep_rule_sets():
         url = "https://github.com/bazelbuild/bazel-skylib/releases/download/1.9.2/bazel-skylib-1.9.2.tar.gz",
     )
 
-    # Later versions load protobuf, which needs more calls in a WORKSPACE.
+    # Later rules_cc loads protobuf, which needs more calls in a WORKSPACE.
     maybe(
         http_archive,
         name = "rules_cc",

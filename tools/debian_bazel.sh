@@ -14,7 +14,7 @@ set -euo pipefail
 
 readonly prefix=$(readlink -m "${1:?usage: debian_bazel.sh PREFIX}")
 readonly stage=$prefix.partial
-readonly suite=${EP_DEBIAN_SUITE:-forky} # the first to package Bazel 7
+readonly suite=${EP_DEBIAN_SUITE:-forky} # the first Debian with Bazel 7
 . "${BASH_SOURCE[0]%/*}/debian_packages.sh"
 
 # Leave out compilers and interpreters, because the host has its own, and the JDK,

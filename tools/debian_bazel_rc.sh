@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # Configures a Debian Bazel: writes its registry, its rc file and its wrapper.
-# This is the last step of debian_bazel.sh, in a separate file for its test.
+# The script is the last step of debian_bazel.sh, in a separate file for a test.
 #
 #   tools/debian_bazel_rc.sh STAGE PREFIX
 #
@@ -11,9 +11,9 @@ set -euo pipefail
 
 readonly stage=$1 prefix=$2
 
-# Debian's rule sets replace the modules of a C++ and Python build, in any version.
-# The registry has stubs of the other modules in Bazel's own MODULE file, which
-# such a build never loads.
+# Debian's rule sets replace the modules of a C++ and Python build, in any
+# version. Bazel's own MODULE file names other modules, which such a build never
+# loads. The registry has stubs of these modules.
 stub() {
   local dir=$stage/registry/modules/$1/$2
   mkdir -p "$dir"
@@ -45,7 +45,7 @@ registry=$(python3 -c \
   option startup "--install_base=$base"
   option startup --trust_install_base
   option startup "--server_javabase=$prefix${jres[0]#"$stage"}"
-  # A server that runs for minutes saves no time by better JIT code.
+  # A server that runs for minutes does not profit from optimized JIT code.
   option startup "--host_jvm_args=-XX:TieredStopAtLevel=1"
   option common "--registry=$registry"
   # The sandbox hides /tmp, and the prefix may be there.

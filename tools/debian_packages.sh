@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Functions that unpack Debian packages into a private prefix, for debian_bazel.sh
-# and debian_python.sh. They need apt-get, dpkg-deb and python3, but not root, and
-# neither use nor change the packages of the host.
+# Functions that unpack Debian packages into a private prefix, for
+# debian_bazel.sh and debian_python.sh. The functions need apt-get, dpkg-deb and
+# python3, but not root, and neither use nor change the packages of the host.
 #
 # The caller sets `prefix`, `stage`, a folder that the caller later renames to
 # `prefix`, and `suite`, the Debian release of the packages.
@@ -31,8 +31,8 @@ unpack_packages() {
   rm -rf "$stage"
   mkdir -p "$stage"/{root,bin} "$apt"/{lists,archives}/partial
 
-  # Run an apt with an empty system, which computes all dependencies and keeps its
-  # state in the stage.
+  # Run apt on an empty system, so that it computes all dependencies and keeps
+  # its state in the stage.
   : >"$apt/status"
   echo "deb [signed-by=$keyring] $mirror $suite main" >"$apt/sources.list"
   apt_get() {
@@ -61,7 +61,7 @@ unpack_packages() {
   rm -rf "$apt"
 }
 
-# Prints the later path of a file in the stage.
+# Prints the path of a file in the stage after the stage has been renamed.
 here() { printf '%s' "${1/#"$stage"/"$prefix"}"; }
 
 # Makes each program of $2... use the loader and the libraries of the prefix,

@@ -16,7 +16,7 @@ set -euo pipefail
 
 readonly prefix=$(readlink -m "${1:?usage: debian_python.sh PREFIX}")
 readonly stage=$prefix.partial
-readonly suite=${EP_DEBIAN_SUITE:-forky} # the first to package Python 3.14
+readonly suite=${EP_DEBIAN_SUITE:-forky} # the first Debian with Python 3.14
 readonly python=python3.14
 . "${BASH_SOURCE[0]%/*}/debian_packages.sh"
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Runs the hooks of .pre-commit-config.yaml on all tracked files. Fails if a hook
-# changes a file.
+# Runs all pre-commit hooks on all tracked files. Fails if a hook changes a
+# file.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one step on GPUs, then ends as gpu_first_contact.sh says.
+"""Runs dispatch and combine on GPUs, then ends in the way of the argument.
 
 `ep.launch` starts the ranks.
 """

@@ -75,7 +75,7 @@ def find_maintainers(root: pathlib.Path = _ROOT) -> list[str]:
   """Returns the names of the maintainers for a Bazel registry.
 
   Raises:
-    ValueError: there are none.
+    ValueError: the template names no maintainers.
   """
   template = root / ".bcr" / "metadata.template.json"
   names = [m["name"] for m in json.loads(template.read_text())["maintainers"]]

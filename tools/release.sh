@@ -41,7 +41,7 @@ mkdir -p "$folder"
 git -c tar.umask=0022 archive --prefix="jax_ep-$version/" HEAD |
   gzip --best --no-name >"$archive"
 
-# Each target builds a folder with one file.
+# Each distribution target builds a folder with one file.
 sources=https://github.com/$repository/blob/v$version
 distributions=$(./bazelw query 'kind("_distribution rule", //:all)')
 for target in $distributions; do

@@ -11,13 +11,12 @@ namespace {
 constexpr int64_t kCollectives = 129;
 constexpr int32_t kMajorVersion = 0;
 constexpr int32_t kFlattenedId = 3;
-// Names the communicator of XLA's collectives, which share a stream with our
-// ops.
+// XLA's id of the communicator of collectives that share a stream with our ops.
 constexpr int64_t kCommunicationId = 0;
 
 constexpr int64_t kMostRanks = int64_t{1} << 31;
 
-// XLA's table of functions has this function after the last one of our headers.
+// The offset of FindExtension, which follows the last function of our headers.
 constexpr size_t kFindExtensionAt =
     offsetof(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get) + sizeof(void*);
 static_assert(kFindExtensionAt == sizeof(XLA_FFI_Api),
@@ -42,7 +41,7 @@ Status ToStatus(const XLA_FFI_Api* api, XLA_FFI_Error* error,
   return status;
 }
 
-// Finds the extension, and checks its version. Null if XLA has no extension.
+// Finds the collectives extension and checks its version. Null: no extension.
 Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   *out = nullptr;
   if (xla.api->struct_size < kFindExtensionAt + sizeof(void*)) return Status();
@@ -70,9 +69,9 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   return Status();
 }
 
-// Calls a function of XLA for the domains, with the first `struct_size` bytes
-// of its arguments. `communicator` is null if XLA provides none, or if there
-// are no domains.
+// Calls a function of the extension for `domains`, with the first `struct_size`
+// bytes of its arguments. Sets `communicator` to null if XLA provides none, or
+// if there are no domains.
 Status CallXla(const XlaContext& xla, const Domains& domains,
                Function* Collectives::* function, size_t struct_size,
                const char* what, void** communicator) {
@@ -111,7 +110,7 @@ Status DecodeDomains(xla::ffi::Span<const int64_t> mesh_shape, int64_t axis,
                   "lent_mesh and lent_axis are of no mesh; use the library "
                   "that came with the ep package");
   }
-  int64_t stride = 1;  // between the ranks of a domain
+  int64_t stride = 1;  // distance between a domain's ranks
   for (int64_t i = axis + 1; i < num_axes; ++i) {
     stride *= mesh_shape.begin()[i];
   }

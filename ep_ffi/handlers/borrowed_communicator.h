@@ -2,10 +2,10 @@
 
 // NCCL communicators that handlers borrow from XLA (jaxlib 0.11.2 or newer).
 //
-// XLA provides them in an extension of a call's context. A handler requests the
-// communicators of all EP domains in the Prepare stage, and finds the
-// communicator of its rank in the Execute stage. Our FFI headers are older than
-// the extension, so collectives.h declares it.
+// XLA provides the communicators in an extension of a call's context. A handler
+// requests the communicators of all EP domains in the Prepare stage, and finds
+// the communicator of its rank in the Execute stage. Our FFI headers are older
+// than the extension, so collectives.h declares it.
 
 #ifndef EP_FFI_HANDLERS_BORROWED_COMMUNICATOR_H_
 #define EP_FFI_HANDLERS_BORROWED_COMMUNICATOR_H_
@@ -19,14 +19,14 @@
 namespace ep {
 
 // The ranks of a program's EP domains, domain by domain, `size` ranks each. A
-// rank is its position in the mesh of the program, as XLA numbers ranks.
+// rank is given as its position in the program's mesh, as XLA numbers ranks.
 struct Domains {
   std::vector<int64_t> places;
   int64_t size = 0;
 };
 
 // Finds the domains along an axis of a mesh, from the attributes of an op. A
-// mesh without axes has no domains: the group owns its communicators.
+// mesh without axes has no domains, because the group owns its communicators.
 Status DecodeDomains(xla::ffi::Span<const int64_t> mesh_shape, int64_t axis,
                      Domains* out);
 
@@ -36,18 +36,18 @@ struct XlaContext {
   XLA_FFI_ExecutionContext* context;
 };
 
-// Requests the communicators of the domains, in the Prepare stage. No effect if
-// XLA provides none.
+// Requests the communicators of the domains, in the Prepare stage. Does nothing
+// if XLA provides no communicators.
 Status RequestCommunicators(const XlaContext& xla, const Domains& domains);
 
-// Finds the requested communicator of the calling rank. XLA owns it. Null if
-// XLA provides none, or if there are no domains.
+// Finds the requested communicator of the calling rank, which XLA owns. Sets
+// `out` to null if XLA provides none, or if there are no domains.
 Status FindCommunicator(const XlaContext& xla, const Domains& domains,
                         void** out);
 
 }  // namespace ep
 
-// This lets XLA bind a handler by the types of its parameters.
+// Lets a handler have an XlaContext as a parameter.
 template <>
 struct xla::ffi::CtxDecoding<ep::XlaContext> {
   using Type = ep::XlaContext;

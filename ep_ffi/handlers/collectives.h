@@ -26,7 +26,7 @@ struct FindExtensionArgs {
   void* extension_start;
   XLA_FFI_ExecutionContext* context;
   int64_t type;
-  const Extension* extension;  // out
+  const Extension* extension;  // output
 };
 using FindExtension = XLA_FFI_Error*(FindExtensionArgs*);
 
@@ -42,7 +42,7 @@ struct Args {
   const ReplicaGroup* groups;
   size_t num_groups;
   int64_t communication_id;
-  void* communicator;  // out; a request ends before it
+  void* communicator;  // output; the struct of a request ends before it
 };
 
 struct Collectives;
@@ -59,8 +59,8 @@ struct ErrorDetailsArgs {
   size_t struct_size;
   void* extension_start;
   XLA_FFI_Error* error;
-  const char* message;      // out
-  XLA_FFI_Error_Code code;  // out
+  const char* message;      // output
+  XLA_FFI_Error_Code code;  // output
 };
 
 }  // namespace ep

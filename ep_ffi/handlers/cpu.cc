@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// XLA:CPU: the decoding of a call's context, and operations that XLA:CPU lacks,
-// for ep/_src/matmul/unwritten_rows.py.
+// Code for XLA:CPU: decodes a call's context, and implements operations that
+// XLA:CPU lacks, for ep/_src/matmul/unwritten_rows.py.
 
 #include <cstring>
 #include <memory>
@@ -23,8 +23,8 @@ bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
 
 namespace {
 
-// Leaves the result unwritten. The kernel then allocates no pages for rows that
-// no op writes.
+// Leaves the result unwritten. The operating system then allocates no pages for
+// rows that no op writes.
 ffi::Error Unwritten(ffi::Result<ffi::AnyBuffer>) {
   return ffi::Error::Success();
 }

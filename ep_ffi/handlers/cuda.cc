@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// XLA:GPU: the decoding of a call's context, and the handlers of borrowed
-// communicators (borrowed_communicator.h):
+// Code for XLA:GPU: decodes a call's context, and implements the handlers of
+// borrowed communicators (borrowed_communicator.h):
 //
 //   ep_request  runs in the Prepare stage of each op. XLA then keeps the
 //               communicators while the program runs.
@@ -41,7 +41,7 @@ Status RequestForDomains(const XlaContext& xla,
   return RequestCommunicators(xla, domains);
 }
 
-// Ignores the other attributes, which belong to the op.
+// Reads the attributes about domains, and ignores all others of the op.
 ffi::Error Request(XlaContext xla, ffi::Dictionary attributes) {
   return ToError(RequestForDomains(xla, attributes));
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The handlers of the movers. From token rows to slots:
+// The handlers of the ops that move rows. From token rows to slots:
 //
 //   ep_dispatch: (mem, tokens [T, H], topk_weights [T, K]) ->
 //                slots [C, H], slot_weights [C]
@@ -28,8 +28,8 @@ Status DecodeMem(const Buffer& buffer, Mem* out) {
   return Status();
 }
 
-// Decodes rows that an op copies. It decodes a pair of uint8 elements as one
-// bfloat16, since a copy keeps the bits.
+// Decodes rows that an op only copies. A pair of uint8 elements counts as one
+// bfloat16, because a copy keeps the bits.
 template <typename Byte>
 Status DecodeCopiedRows(const char* name, const Buffer& buffer,
                         RowsOf<Byte>* out) {
@@ -52,7 +52,7 @@ Status CheckSlots(const Layer& layer, const Slots& slots,
   return fits ? Status() : Mismatch("slots");
 }
 
-// Scatters token rows to slots. The weights are both null or both given.
+// Scatters token rows to slots. Either both weights are null or none.
 ffi::Future Scatter(Op op, const OpCall& context, const Buffer& mem,
                     const Buffer& tokens, const Buffer* topk_weights,
                     const Buffer& slots, const Buffer* slot_weights) {
@@ -76,7 +76,7 @@ ffi::Future Scatter(Op op, const OpCall& context, const Buffer& mem,
   });
 }
 
-// Gathers slots into token rows. Each of the weights may be null.
+// Gathers slots into token rows. `slot_weights` and `topk_weights` may be null.
 ffi::Future Gather(Op op, const OpCall& context, const Buffer& mem,
                    const Buffer& slots, const Buffer* slot_weights,
                    const Buffer& tokens, const Buffer* topk_weights) {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// ep_grouped_matmul, the primitive of ep/_src/matmul/grouped_matmul.py. It has
-// no group. Its arguments are the rows X [C, F], the matrices W [L, F, G] of
-// all pairs, and the outs Y [C, G] of all pairs. The attribute `missing` names
-// the argument that the handler computes; the others are operands:
+// The handler of ep_grouped_matmul, a primitive without a group, of
+// ep/_src/matmul/grouped_matmul.py. The arguments are the rows X [C, F], the
+// matrices W [L, F, G] of all pairs, and the outs Y [C, G] of all pairs. The
+// attribute `missing` names the argument that the handler computes; all others
+// are operands:
 //
 //   (sizes s32[L], segments s32[L, S], operands...) -> missing...
 

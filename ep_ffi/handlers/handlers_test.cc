@@ -38,7 +38,7 @@ struct Api {
 };
 static_assert(offsetof(Api, find) == sizeof(XLA_FFI_Api));
 
-// Fakes XLA. A call's context is a pointer to this object.
+// A fake of XLA. A call's context is a pointer to this object.
 struct Xla {
   Extension other = {sizeof(Extension), 7, 0, 1, &collectives.base};
   Collectives collectives = {
@@ -175,8 +175,8 @@ TEST(BorrowedCommunicatorTest, ExplainsAnUnknownVersion) {
   }
 }
 
-// The function table is too short, there is no extension, or the group has its
-// own communicator.
+// XLA's function table is too short for the extension, XLA has no extension, or
+// the group has its own communicator.
 TEST(BorrowedCommunicatorTest, MayFindNothing) {
   for (int why : {0, 1, 2}) {
     Xla xla;
@@ -203,7 +203,7 @@ TEST(BorrowedCommunicatorTest, PassesOnErrorsOfXla) {
   EXPECT_EQ(nullptr, communicator);
 }
 
-// The group fails before it gets the call: ep_prepare asks for a size first.
+// ep_prepare asks the closed group for a size, before the group gets the call.
 TEST(OpCallTest, AnErrorAfterFinalizeNamesTheOp) {
   const auto groups = nccl::ConnectAll(/*timeout_s=*/10);
   for (const auto& group : groups) (void)group->Close();
@@ -241,8 +241,8 @@ XLA_FFI_Handler_Traits TraitsOf(XLA_FFI_Handler* handler) {
   return metadata.traits;
 }
 
-// A command buffer would record ops that load kernels, and replay them on
-// another stream than the stream of XLA's collectives.
+// A command buffer would record ops that load kernels, and would replay them on
+// a stream that is not the stream of XLA's collectives.
 TEST(TraitsTest, NoHandlerMayBeRecordedIntoCommandBuffers) {
   for (XLA_FFI_Handler* handler :
        {ep_prepare, ep_dispatch, ep_dispatch_bwd, ep_combine, ep_combine_bwd}) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The instantiate handler of all ops. XLA calls it once per op of an
-// executable. It finds the op's group and keeps the group alive.
+// The instantiate handler of all ops. XLA calls the handler once per op of an
+// executable. The handler finds the op's group and keeps the group alive.
 
 #include <string_view>
 #include <utility>

@@ -20,7 +20,7 @@ std::optional<ep::OpCall> xla::ffi::CtxDecoding<ep::OpCall>::Decode(
 namespace ep {
 namespace {
 
-// Indexed by `Code`.
+// XLA's error codes, indexed by `Code`.
 constexpr ffi::ErrorCode kErrorCodes[] = {
     ffi::ErrorCode::kOk,
     ffi::ErrorCode::kInvalidArgument,

@@ -25,13 +25,13 @@
 
 // Defines a C function that ep/_src/native/ffi.py registers as a handler. XLA's
 // macro cannot set the visibility, so a declaration comes first. Pass a binding
-// where XLA cannot derive it from the types of the parameters.
+// if XLA cannot derive it from the types of the parameters.
 //
-// No handler may be recorded into a command buffer, not even the movers, which
-// only enqueue kernels. XLA may record an op before its first run, but the
+// No handler may be recorded into a command buffer, not even a handler that
+// only enqueues kernels. XLA may record an op before its first run, but the
 // first launch of an NCCL EP kernel loads the kernel, which fails on a stream
 // under capture. Also, ops of a command buffer leave the stream of XLA's
-// collectives, so a mover could overlap a collective.
+// collectives, so an op and a collective could overlap.
 #define EP_DEFINE_HANDLER(symbol, ...)                 \
   EP_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, __VA_ARGS__)
@@ -40,11 +40,11 @@ namespace ep {
 
 namespace ffi = ::xla::ffi;
 
-// The state of an op. It lives in the executable and keeps the group alive.
+// The state of an op, which lives in the executable and keeps the group alive.
 struct OpState {
   static ffi::TypeId id;  // XLA writes it when the type is registered
-  // Defined in instantiate.cc: with the incomplete type, XLA's header would
-  // make a deleter that runs no destructor, without a visible warning.
+  // Defined in instantiate.cc, where OpState is complete. With the incomplete
+  // type, XLA's header would silently make a deleter that runs no destructor.
   static const ffi::TypeInfo info;
 
   std::shared_ptr<Group> group;
@@ -58,7 +58,7 @@ struct OpState {
 struct OpCall {
   const OpState* state;
   int32_t device;
-  // DecodePlatform sets these; see `Call`.
+  // DecodePlatform sets the fields below; see `Call`.
   int64_t run_id = 0;
   std::unique_ptr<Executor> executor;
   void* stream = nullptr;
@@ -76,8 +76,6 @@ ffi::Error ToError(const Status& status);
 // name of the op to the message if `start` fails.
 ffi::Future Submit(Op op, const OpCall& context,
                    const std::function<Status(Group& group, Call call)>& start);
-
-// ---- Decoding of buffers
 
 // Returns an error about a buffer of a wrong shape or type. Our lowering sets
 // both, so the Python package and this library are of different versions.
@@ -113,7 +111,7 @@ Status DecodeArray(const char* name, const ffi::AnyBuffer& buffer,
 
 }  // namespace ep
 
-// Let XLA bind a handler by the types of its parameters.
+// Lets a handler have an OpCall as a parameter.
 template <>
 struct xla::ffi::CtxBinding<ep::OpCall> {
   using Ctx = ep::OpCall;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// XLA's thread pool, for the engine and the grouped matmul.
+// XLA's thread pool, for the host backend's engine and the grouped matmul.
 
 #ifndef EP_FFI_HANDLERS_THREAD_POOL_H_
 #define EP_FFI_HANDLERS_THREAD_POOL_H_

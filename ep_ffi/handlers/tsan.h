@@ -29,23 +29,23 @@ namespace ep {
 // before code after a later call of `Acquire` on the same object. Thread-safe.
 class TsanEdge {
  public:
-  // The ops of a device: XLA starts an op after the ops that it depends on.
-  // Only a backend orders ops of different devices.
+  // The edge between ops of a device: XLA starts an op after the ops on which
+  // it depends. Only a backend orders ops of different devices.
   static TsanEdge& DeviceOps(size_t device) {
     static TsanEdge devices[64];
     return devices[device % 64];
   }
-  // From the creation of an op's state to its first use.
+  // The edge from the creation of an op's state to its first use.
   static TsanEdge& NewStates() {
     static TsanEdge states;
     return states;
   }
-  // From the last use of an op's state to its destruction.
+  // The edge from the last use of an op's state to its destruction.
   static TsanEdge& UsedStates() {
     static TsanEdge states;
     return states;
   }
-  // From scheduling a task on XLA's thread pool to running it.
+  // The edge from scheduling a task on XLA's thread pool to running it.
   static TsanEdge& PoolTasks() {
     static TsanEdge tasks;
     return tasks;
@@ -55,8 +55,8 @@ class TsanEdge {
   void Acquire() { __tsan_acquire(this); }
 };
 
-// Hides this thread's writes from TSan while the object lives: XLA's headers
-// write between our `Release` and XLA's queue.
+// A scope that hides this thread's writes from TSan: XLA's headers write
+// between our `Release` and XLA's queue.
 class ScopedIgnoreWrites {
  public:
   ScopedIgnoreWrites() { AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }

@@ -12,22 +12,22 @@
 namespace ep {
 namespace {
 
-// A block of b, and a tile of the result, stay in a core's L2 cache while all
-// rows are multiplied by the block.
+// A block of the right operand, and a tile of the result, stay in a core's L2
+// cache while all rows are multiplied by the block.
 constexpr int64_t kBlockElements = 128 << 10;
 constexpr int64_t kTileElements = 16 << 10;
 // With at least this number of rows, it pays to copy the right operand into
 // panels of consecutive memory.
 constexpr int64_t kRowsPerCopy = 128;
-// The depth of one call of `multiply`. For a matrix in place it is low, so that
-// the rows of the matrix arrive in the order of their addresses.
+// The depth of one call of `multiply`. The depth is low if the matrix is read
+// in place, so that its rows arrive in the order of their addresses.
 constexpr int64_t kDepthOfCopy = 512, kDepthInPlace = 32;
-// The prefetch distance of a matrix that is the left operand.
+// Prefetch distance, in elements, if a matrix is the left operand.
 constexpr int64_t kAhead = 16 << 10;
-// Below this size, waking another thread takes longer than the work.
+// With fewer products per thread, waking the thread takes longer than the work.
 constexpr int64_t kProductsPerHelper = 1 << 20;
 constexpr int64_t kItemsPerThread = 4;
-constexpr int64_t kTailRows = 1024;  // per item
+constexpr int64_t kTailRows = 1024;  // rows that one item writes
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
@@ -51,7 +51,7 @@ struct Term {
   int64_t depth;
 };
 
-// The result of a slab [rows, columns]: the sum of terms, as a chain or a tree.
+// The result [rows, columns] of a slab: a sum of terms, as a chain or a tree.
 struct SlabProduct {
   View out;
   int64_t rows, columns;
@@ -60,7 +60,7 @@ struct SlabProduct {
   std::vector<Term> terms;
 };
 
-// Some columns of a slab's product, or some rows of the tail.
+// One unit of work: columns of a slab's product, or rows past the last slab.
 struct Item {
   int64_t slab, result, first, count;
 };
@@ -84,25 +84,23 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// Computes items on one thread.
 class Worker {
  public:
   // Rounds matrices to the type `through`.
   Worker(const Kernels& kernels, DType through)
       : kernels_(kernels), through_(through) {}
 
-  // Computes columns `first` to `first` + `count` - 1.
   void Run(const SlabProduct& product, int64_t first, int64_t count);
 
  private:
-  // Rows of consecutive elements, `step` apart.
+  // Rows of consecutive elements; rows are `step` elements apart.
   struct Runs {
     const float* data;
     int64_t step;
   };
   void SetA(const View& a, Product* product);
-  // Sets b to [depth, count] elements in place, or to panels in `copy` unless
-  // it is null.
+  // Sets product->b to [depth, count] elements in place or, if `copy` is not
+  // null, to panels in `copy`.
   void SetB(const View& b, int64_t depth, int64_t count, float* copy,
             Product* product);
   void Store(const Product& product, int64_t count, const View& out);
@@ -119,7 +117,7 @@ class Worker {
 };
 
 void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
-  // If a has the matrices, b is transposed.
+  // If the left operand is the matrix, the right operand is transposed.
   bool is_copied =
       !IsInPlace(product.terms[0].b) || product.matrix == Fetch::kA ||
       (product.matrix == Fetch::kB && product.rows >= kRowsPerCopy);
@@ -152,7 +150,7 @@ void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
       std::max<int64_t>(1, kTileElements / columns / kernels_.tile_rows) *
           kernels_.tile_rows);
   const int64_t tile = tile_rows * columns;
-  int64_t num_tiles = 1;  // of a tree: one of each height
+  int64_t num_tiles = 1;  // a tree needs one tile per height
   for (size_t n = parts.size(); product.is_tree && n > 1; n /= 2) ++num_tiles;
   float* const tiles = tiles_.Get(num_tiles * tile);
   for (int64_t r = 0; r < product.rows; r += tile_rows) {
@@ -167,7 +165,7 @@ void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
       p.result = out.data;
       p.result_column = ByteWidth(out.dtype);
       p.result_row = out.row * p.result_column;
-      // With depth 0 the result is zero.
+      // Runs once even with depth 0, for a result of zero.
       const Term& term = product.terms[i];
       for (p.first = 0; p.first == 0 || p.first < term.depth;
            p.first += most_depth) {
@@ -176,7 +174,7 @@ void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
         SetA(term.a.At(r, p.first), &p);
         kernels_.multiply(p);
       }
-      // Adds neighbours of equal height.
+      // Adds neighbouring tiles of equal height in the tree.
       for (size_t n = i + 1; product.is_tree && n % 2 == 0; n /= 2) {
         sum -= tile;
         kernels_.add(sum + tile, rows * columns, sum);
@@ -254,8 +252,8 @@ void Worker::SetB(const View& b, int64_t depth, int64_t count, float* copy,
 }
 
 // Uses plain stores. Non-temporal stores are hardly faster, and slower for
-// fresh memory, which the kernel has just zeroed in a cache (128 MB: 131
-// against 74 ms).
+// memory that the OS kernel has just zeroed in a cache (131 instead of 74 ms
+// for 128 MB).
 void Worker::Store(const Product& product, int64_t count, const View& out) {
   const float* data = product.out;
   int64_t step = product.out_row, num_runs = product.rows, n = count;
@@ -298,7 +296,7 @@ class Computation {
 
   const Kernels& kernels_;
   const GroupedMatmulArgs& args_;
-  std::vector<int64_t> starts_;  // of slabs and of the tail
+  std::vector<int64_t> starts_;  // first rows of slabs and tail
   std::vector<Item> items_;
 };
 
@@ -358,8 +356,8 @@ Status Computation::FindSlabs() {
   return Status();
 }
 
-// Cuts the results into blocks of columns, so that the block of b stays in a
-// cache and all threads have work.
+// Cuts the results into blocks of columns, so that a block of the right operand
+// stays in a cache and all threads work.
 void Computation::MakeItems(int64_t num_threads) {
   const bool is_sum = args_.missing == Missing::kRows;
   const int64_t num_results = is_sum ? 1 : args_.pairs.size();
@@ -412,7 +410,7 @@ SlabProduct Computation::ProductOf(int64_t slab, int64_t result) const {
           {Rows().At(start, 0), Matrix(result, slab), args_.width}};
       break;
     case Missing::kRows:
-      // Computes the transpose, which reads the matrices in place.
+      // Computes the transposed product, which reads the matrices in place.
       product.out = Rows().At(start, 0).Transposed();
       product.matrix = Fetch::kA;
       product.columns = size;

@@ -2,9 +2,10 @@
 
 // Grouped matmul on CPUs, for ep/_src/matmul/grouped_matmul.py.
 //
-// Slab j consists of sizes[j] rows and follows slab j - 1. The arguments are
-// the rows X [C, F], and pairs of matrices W [L, F, G] and outs Y [C, G]. One
-// of the three is missing and is computed from the others; row r is in slab j:
+// Slab j has the sizes[j] rows of expert j, and follows slab j - 1. Arguments
+// are rows X [C, F], and pairs of matrices W [L, F, G] and outs Y [C, G]. One
+// of X, W and Y is missing, and is computed from the other two. For row r of
+// slab j:
 //
 //   outs      Y[r] = X[r] W[j]
 //   rows      X[r] = sum over pairs of Y[r] W[j]^T
@@ -45,25 +46,25 @@ struct GroupedMatmulArgs {
   };
 
   Missing missing;
-  Tail tail;             // of the missing rows or outs
+  Tail tail;             // how to write rows past the last slab
   const int32_t* sizes;  // [L]
-  // [L, S], the sizes of the S segments at the begin of each slab; the rows
-  // after the segments are zero. The matrices of the segments are added as the
-  // tree of ep/_src/matmul/ordered_sum.py. With S = 0 a slab is one segment.
+  // [L, S], the sizes of the S segments at the start of each slab; the rows
+  // after the segments are zero. The segments' matrices are added as the tree
+  // of ep/_src/matmul/ordered_sum.py. With S = 0 a slab is one segment.
   const int32_t* segments;
   int64_t num_slabs, num_segments;
   int64_t num_rows;  // C
   int64_t width;     // F
-  DType row_type;    // of rows and outs
+  DType row_type;    // dtype of rows and outs
   DType matrix_type;
   std::byte* rows;  // [C, F]
   std::vector<Pair> pairs;
 };
 
 // Computes the missing argument. Never reads rows past the last slab, and
-// writes them only as the tail requires. If the sizes do not fit, fails without
-// writing. If a thread lacks memory for scratch arrays, fails with undefined
-// results.
+// writes these rows only as `tail` requires. If the sizes do not fit, fails
+// without writing. If a thread lacks memory for scratch arrays, fails with
+// undefined results.
 Status GroupedMatmul(const Kernels& kernels, const GroupedMatmulArgs& args,
                      Executor* executor);
 

@@ -39,7 +39,7 @@ constexpr Missing kMissing[] = {Missing::kRows, Missing::kMatrices,
                                 Missing::kOuts};
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// Starts a thread for each task, and claims to have `num_threads` threads.
+// An executor that starts a thread per task, and claims `num_threads` threads.
 class Threads : public Executor {
  public:
   explicit Threads(int64_t num_threads) : num_threads_(num_threads) {}
@@ -56,8 +56,8 @@ class Threads : public Executor {
   std::vector<std::thread> threads_;
 };
 
-// An array that begins as NaN. It ends where its memory ends, so that
-// AddressSanitizer detects reads past its end.
+// An array of NaN that ends where its memory ends, so that AddressSanitizer
+// detects reads past the end.
 class Array {
  public:
   Array(DType dtype, int64_t size)
@@ -69,7 +69,6 @@ class Array {
   int64_t size() const { return size_; }
   double Get(int64_t i) const { return Load(dtype_, bytes_.data(), i); }
   void Set(int64_t i, double value) { Store(dtype_, value, data(), i); }
-  // Returns the bytes of `n` elements.
   std::string Bits(int64_t first, int64_t n) const {
     return {reinterpret_cast<const char*>(bytes_.data()) +
                 first * ByteWidth(dtype_),
@@ -153,8 +152,8 @@ Status Compute(const Kernels& kernels, const Case& c, Missing missing,
   return GroupedMatmul(kernels, args, executor);
 }
 
-// Returns one step of a chain. Inputs are multiples of 2^-20 below 1, so
-// product and sum are exact in double, and the result is rounded once.
+// Returns sum + x * y. Inputs are multiples of 2^-20 below 1, so product and
+// sum are exact in double, and the result is rounded once.
 float Chain(const Kernels& kernels, float sum, float x, float y) {
 #if defined(__x86_64__)
   const bool is_fused = std::string(kernels.name) != "baseline";
@@ -166,7 +165,7 @@ float Chain(const Kernels& kernels, float sum, float x, float y) {
   return sum + product;
 }
 
-// Adds neighbours until one sum is left.
+// Adds neighbouring sums until one sum is left.
 float Tree(std::vector<float> sums) {
   while (sums.size() > 1) {
     std::vector<float> next;
@@ -308,7 +307,7 @@ TEST_P(GroupedMatmulTest, IgnoresRowsAfterTheSegments) {
   Check(kernels_, {50, 9, {20}, {10, 20}, {{10}, {4}}, DType::kBFloat16});
 }
 
-// One depth exceeds the depth of one call of `multiply`.
+// One contracted dimension exceeds the depth of one call of `multiply`.
 TEST_P(GroupedMatmulTest, AddsLongChainsInOrder) {
   Check(kernels_, {11, 530, {20, 7}, {5, 6}});
   Check(kernels_, {11, 9, {530, 40}, {5, 6}});
@@ -335,7 +334,7 @@ TEST_P(GroupedMatmulTest, FlushesSubnormalResults) {
   }
 }
 
-// Compares the bits of two numbers. Any NaN equals any other NaN.
+// Expects equal bits, except that any NaN equals any other NaN.
 void ExpectSame(DType dtype, uint32_t expected, uint32_t got) {
   if (std::isnan(Decode(dtype, expected))) {
     EXPECT_TRUE(std::isnan(Decode(dtype, got)));
@@ -351,7 +350,7 @@ TEST_P(GroupedMatmulTest, ConvertsAllNumbers) {
     std::iota(halves.begin(), halves.end(), 0);
     std::vector<uint32_t> floats(kNumbers);
     const auto decode = [&](DType from, const void* in) {
-      const ScopedFlushDenormals flush;  // as in a computation
+      const ScopedFlushDenormals flush;  // as RunShared does
       kernels_.decode(from, dtype, static_cast<const std::byte*>(in), kNumbers,
                       reinterpret_cast<float*>(floats.data()));
     };
@@ -360,7 +359,7 @@ TEST_P(GroupedMatmulTest, ConvertsAllNumbers) {
     for (int i = 0; i < kNumbers; ++i) {
       const double x = Decode(dtype, i);
       ExpectSame(DType::kFloat32, Encode(DType::kFloat32, x), floats[i]);
-      // NaN, infinity, and numbers at or next to the middle of two others.
+      // NaN, infinity, and numbers at or next to the middle of two numbers.
       const double middle = (x + Decode(dtype, (i + 1) % kNumbers)) / 2;
       between[i] = Encode(DType::kFloat32, middle) + i % 3 - 1;
     }
@@ -426,7 +425,7 @@ TEST_P(GroupedMatmulTest, RejectsInvalidSizesBeforeItWrites) {
       message({10, 3, {2}, {3, 5}, {{-1, 1}, {2, 3}}}));
 }
 
-// A pool of busy threads. It keeps all tasks.
+// A pool of busy threads, which keeps all tasks and runs none.
 class BusyPool : public Executor {
  public:
   void Schedule(std::function<void()> task) override {
@@ -450,7 +449,7 @@ TEST(SharedWorkTest, DoesNotWaitForTasksThatHaveNotStarted) {
   }
   EXPECT_EQ(std::vector<int>(10, 1), runs);
   EXPECT_EQ(3u, pool.tasks.size());
-  // The tasks find no item, and do not use data of the call.
+  // The late tasks find no item, and use no data of the RunShared call.
   for (const auto& task : pool.tasks) task();
   EXPECT_EQ(std::vector<int>(10, 1), runs);
 }

@@ -12,8 +12,8 @@
 // processor can run.
 //
 // Only this file allows fused multiply-add, which rounds once. GCC vectorizes a
-// choice between floats only with the other options, since computing both might
-// trap.
+// selection of floats only with the other options, because computing both
+// alternatives might trap.
 #if defined(__clang__)
 #pragma clang fp contract(fast)
 #define EP_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
@@ -25,7 +25,7 @@
 namespace ep {
 namespace {
 
-constexpr int64_t kVectors = 3;  // of a panel
+constexpr int64_t kVectors = 3;  // vectors per panel
 
 #if defined(__x86_64__)
 namespace avx512 {

@@ -13,9 +13,8 @@
 
 namespace ep {
 
-// The array that a kernel prefetches into the L2 cache: the matrices, since
-// each of their elements is used once, or the result if the matrices are
-// copied.
+// The array that a kernel prefetches into the L2 cache: the matrices, whose
+// elements are each used once, or the result if the matrices are copied.
 enum class Fetch { kA, kB, kResult };
 
 // A product a * b. Strides are in elements.
@@ -33,25 +32,24 @@ struct Product {
   // `Kernels::tile_rows`. The surplus rows are undefined.
   float* out;
   int64_t out_row;
-  bool adds;  // to `out`, instead of writing
+  bool adds;  // whether to add to `out` or to overwrite it
   Fetch fetch;
   int64_t ahead;  // prefetch distance in a or b
-  // The final position of `out`. Strides are in bytes.
+  // The final destination of `out`. Strides are in bytes.
   const std::byte* result;
   int64_t result_row, result_column;
 };
 
 struct Kernels {
   const char* name;
-  int64_t lanes;  // of a vector
+  int64_t lanes;  // float32 elements of a vector
   int64_t panel_width;
   int64_t tile_rows;
 
   // Computes a * b, or adds it to `out`. Each element is one chain of
-  // multiply-adds in order of the depth, fused if the instruction set can.
+  // multiply-adds in order of the depth, fused if the processor can.
   void (*multiply)(const Product& product);
 
-  // Adds n elements to `out`.
   void (*add)(const float* in, int64_t n, float* out);
 
   // Writes the transpose of `in` [rows, columns]. `in_row` and `out_row` are

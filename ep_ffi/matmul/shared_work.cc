@@ -12,14 +12,13 @@
 namespace ep {
 namespace {
 
-// A pool may start a task after all items have ended. The task then finds no
-// item, and does not use `make_worker_`, which is gone.
+// The items of one RunShared call. A pool may start a task after the call; the
+// task then finds no item, and does not use `make_worker_`, which is gone.
 class SharedWork {
  public:
   SharedWork(int64_t num_items, const MakeWorker& make_worker)
       : num_items_(num_items), make_worker_(make_worker) {}
 
-  // Runs items until none is left.
   void Work() {
     int64_t item = next_.fetch_add(1);
     if (item >= num_items_) return;
@@ -47,7 +46,6 @@ class SharedWork {
     if (num_ended_ == num_items_) ended_.NotifyAll();
   }
 
-  // Waits until all items have ended.
   Status Wait() {
     MutexLock lock(mutex_);
     while (num_ended_ < num_items_) ended_.Wait(mutex_);

@@ -42,22 +42,21 @@
 
 namespace ep::testing {
 
-// The backend under test.
 struct Backend {
   std::string name;
-  // Makes one group, on all ranks of all domains.
+  // Makes one group whose ranks are all ranks of all domains.
   std::function<std::vector<Domain>(const WorldOptions&)> make;
 
-  // ---- Supported sizes.
+  // The sizes that the backend supports.
 
   // Returns the nearest supported sizes; the capacity may only grow.
   std::function<PlanDims(PlanDims)> fit = [](PlanDims dims) { return dims; };
-  int64_t width_multiple = 1;  // of the width of rows
+  int64_t width_multiple = 1;  // row widths must be multiples
   int64_t min_ep_size = 1;
 
-  // ---- Promises, with the suite that tests each.
+  // The promises of the backend, each with the suite that tests it.
 
-  // Implements `Group::Gather`, bit for bit as the numeric contract.
+  // Implements `Group::Gather` bit for bit as the numeric contract requires.
   // (GatherConformance)
   bool gathers = true;
   // Fails an op on every rank if one rank fails, with a message that names the
@@ -70,9 +69,9 @@ struct Backend {
   // error of another rank, and no input makes an op unsafe. (CheckConformance)
   bool checks_every_op = true;
 
-  // ---- Promises that other tests read.
+  // Promises that have no suite. Other tests read them.
 
-  // Multiplies by weights in ep_combine.
+  // Multiplies rows by weights in ep_combine.
   bool fuses_weights = true;
   // Makes handles whose bytes depend on the routing alone.
   bool repeatable_handles = true;
@@ -82,7 +81,7 @@ inline std::ostream& operator<<(std::ostream& out, const Backend& backend) {
   return out << backend.name;
 }
 
-// The sizes of tests that are not about sizes.
+// The default sizes, for tests in which the sizes do not matter.
 inline constexpr PlanDims kDims = {
     /*num_experts=*/8, /*ep_size=*/4,
     /*num_tokens=*/6,  /*top_k=*/2,
@@ -94,14 +93,14 @@ inline constexpr WorldOptions kWorld = {kDims};
 struct Routed {
   PlanDims dims;
   Layout layout;
-  std::vector<std::vector<std::byte>> mems;  // by rank
+  std::vector<std::vector<std::byte>> mems;  // EpHandle.mem by rank
 };
 
 // Run a step and expect a failure on every rank.
 void ExpectFailureOnAll(const Failure& expected, const StepPtr& step);
 void ExpectWordsOnAll(const std::vector<std::string>& words,
                       const StepPtr& step);
-// Compares the results of ep_prepare on a rank, except `mem`.
+// Expects these results of ep_prepare on a rank, except `mem`.
 void ExpectCounts(const Layout& expected, int64_t rank,
                   const RankOutput& actual);
 
@@ -113,10 +112,10 @@ class BackendTest : public ::testing::Test {
   const Backend backend_;
   Random random_{20240229};
 
-  // Return supported sizes and rows.
+  // Return sizes and row types that the backend supports.
   PlanDims RandomFittingDims(int64_t ep_size, bool drop);
   RowType Fit(const RowType& type) const;
-  // Returns the row type of tests that are not about rows.
+  // Returns a row type for tests in which the row type does not matter.
   RowType AnyType() const { return Fit({5, DType::kFloat32}); }
 
   // Make groups, which TearDown closes.
@@ -126,11 +125,10 @@ class BackendTest : public ::testing::Test {
 
   int64_t NextRun() { return next_run_++; }
 
-  // Returns the inputs of ep_prepare.
   std::vector<RankInput> PrepareInputs(const PlanDims& dims,
                                        const Choices& topk_idx) const;
-  // Return a step: of any op, of ep_prepare with these or with random choices,
-  // and of another op with random inputs. Without a place, the step is of a new
+  // Return a step of any op, of ep_prepare with given or random choices, or of
+  // another op with random inputs. Without a `place`, the step starts a new
   // run.
   StepPtr NewStep(const Domain& domain, Op op,
                   const std::vector<RankInput>& inputs);
@@ -145,8 +143,8 @@ class BackendTest : public ::testing::Test {
                  const Choices& topk_idx);
   Routed PrepareRandom(const Domain& domain, const PlanDims& dims);
 
-  // Returns random inputs of another op. Unused slots are NaN. A combine has
-  // weights only if the backend fuses weights.
+  // Returns random inputs of an op other than ep_prepare. Unused slots are NaN.
+  // A combine has weights only if the backend fuses weights.
   std::vector<RankInput> RandomInputs(Op op, const Routed& routed,
                                       const RowType& type,
                                       bool weighted = true);
@@ -163,7 +161,6 @@ class BackendTest : public ::testing::Test {
   int64_t next_run_ = 1000;
 };
 
-// Tests of every backend.
 class Conformance : public BackendTest,
                     public ::testing::WithParamInterface<Backend> {
  public:

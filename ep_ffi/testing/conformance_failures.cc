@@ -55,7 +55,7 @@ TEST_P(FailureConformance, AnOverflowFailsOnEveryRank) {
   PrepareRandom(domain, dims);
 }
 
-// A difference of rank 1 from the other ranks.
+// A way in which rank 1 differs from the other ranks.
 struct Disagreement {
   const char* what;
   Op op;

@@ -62,8 +62,8 @@ TEST_P(Conformance, BothIndexTypesGiveTheSameHandle) {
   ExpectWorks(domain, Op::kDispatch, same, AnyType());
 }
 
-// If weights order the drops and the capacity is exceeded, ep_prepare of Python
-// prepares again with only the choices that get a row.
+// If weights decide which choices are dropped and the capacity is exceeded,
+// Python's ep_prepare prepares again with only the choices that get a row.
 TEST_P(GatherConformance, KeptChoicesCanBePreparedAgain) {
   PlanDims layer = kDims;
   layer.capacity = 16;

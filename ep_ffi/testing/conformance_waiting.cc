@@ -71,7 +71,7 @@ TEST_P(Conformance, PostingDoesNotWaitForPeers) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const StepPtr step = NewMove(domain, Op::kDispatch, routed);
-  // One thread posts for all ranks, so a post that waited would not return.
+  // One thread posts for all ranks, so a post that waits would never return.
   for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
     // An op on a stream is done once it is enqueued.
     for (int64_t r = 0; r < rank; ++r) {
@@ -121,7 +121,7 @@ TEST_P(OrderConformance, AFailureEndsOnlyItsRun) {
   const Failure expected = {Code::kInvalidArgument, {"rank 0", "0 bytes"}};
   ExpectFailure(expected, cause->Wait(0));
   for (int64_t rank : {1, 2, 3}) ExpectFailure(expected, early->Wait(rank));
-  // Later posts get the same error.
+  // Calls that a rank posts after the failure get the same error.
   for (int64_t rank : {1, 2, 3}) cause->Post(rank);
   for (int64_t rank : {1, 2, 3}) ExpectFailure(expected, cause->Wait(rank));
   early->Post(0);

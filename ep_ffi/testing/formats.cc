@@ -45,7 +45,7 @@ double Decode(DType dtype, uint32_t bits) {
   const uint32_t one = 1u << f.fraction_bits;
   const uint32_t exponent = magnitude >> f.fraction_bits;
   const uint32_t fraction = magnitude & (one - 1);
-  const int unit = f.min_exponent() - f.fraction_bits;  // of subnormals
+  const int unit = f.min_exponent() - f.fraction_bits;  // subnormals' exponent
   if (exponent == 0) return sign * std::ldexp(fraction, unit);
   return sign * std::ldexp(one + fraction, unit + exponent - 1);
 }

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Conversions of the three float formats by definition: a fraction times a
-// power of two. They are slow and simple; tests compare the fast conversions
-// with them.
+// power of two. Tests compare the fast conversions with these simple ones.
 
 #ifndef EP_FFI_TESTING_FORMATS_H_
 #define EP_FFI_TESTING_FORMATS_H_
@@ -14,14 +13,12 @@
 
 namespace ep::testing {
 
-// Returns the value of a bit pattern.
 double Decode(DType dtype, uint32_t bits);
 
 // Returns the bit pattern nearest to `value`, and rounds ties to even. Values
 // beyond the largest finite number become infinite.
 uint32_t Encode(DType dtype, double value);
 
-// Decodes and encodes an element of an array.
 double Load(DType dtype, const std::byte* array, int64_t index);
 void Store(DType dtype, double value, std::byte* array, int64_t index);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A fuzz target defines the functions that fuzz_driver.cc calls.
+// The functions that a fuzz target defines and fuzz_driver.cc calls.
 
 #ifndef EP_FFI_TESTING_FUZZ_H_
 #define EP_FFI_TESTING_FUZZ_H_
@@ -29,7 +29,7 @@ std::string BytesOf(const std::vector<T>& values) {
 
 }  // namespace ep::testing
 
-// Runs an input. Returns -1 if the target refuses it, else 0.
+// Runs an input. Returns -1 if the target refuses the input, else 0.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 #endif  // EP_FFI_TESTING_FUZZ_H_

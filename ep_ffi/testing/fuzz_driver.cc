@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Runs a fuzz target without a fuzzer, on its seeds and on repeatable mutants
-// of the seeds.
+// Runs a fuzz target without a fuzzer, on seeds and repeatable mutants of them.
 //
 //   foo_fuzz_test [--iterations=n] [--seed=n] [file...]
 //
 // The target has libFuzzer's interface, so a coverage-guided fuzzer can run it.
 // The target or a sanitizer aborts the process at a fault. The log names the
-// file with the input of the fault. With file arguments, the test runs only
-// these inputs.
+// file with the input of the fault. With files, the test runs only these
+// inputs.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -106,7 +105,7 @@ class Mutator {
     }
   }
 
-  // Writes the bytes that fit.
+  // Overwrites bytes of `input`, up to the end of `input`.
   static void Overwrite(size_t at, const std::string& bytes,
                         std::string* input) {
     const size_t count = std::min(bytes.size(), input->size() - at);

@@ -27,8 +27,8 @@ RankData ScatterTo(int64_t rank, const PlanDims& dims, const Layout& layout,
   return out;
 }
 
-// With `scale`, multiplies rows by the weights of their slots. Otherwise
-// gathers the weights, if any.
+// Sums slots into the token rows of `rank`. With `scale`, multiplies each slot
+// by its weight. Otherwise also gathers the weights, if any.
 RankData GatherTo(int64_t rank, const PlanDims& dims, const Layout& layout,
                   const RowType& type, const std::vector<RankData>& inputs,
                   bool scale) {

@@ -51,7 +51,6 @@ inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16,
 // Returns whether an op copies tokens to slots. The other ops sum slots.
 bool IsScatter(Op op);
 
-// The type of a row.
 struct RowType {
   int64_t width;
   DType dtype;
@@ -59,8 +58,8 @@ struct RowType {
   int64_t bytes() const { return width * ByteWidth(dtype); }
 };
 
-// Return the outputs of an op other than ep_prepare, on one rank or on every
-// rank. The tail is zero.
+// Return the outputs of an op other than ep_prepare, on one rank (ApplyOn) or
+// on every rank (Apply). The rows past the used slots are zero.
 RankData ApplyOn(int64_t rank, Op op, const PlanDims& dims,
                  const Layout& layout, const RowType& type,
                  const std::vector<RankData>& inputs);
@@ -68,7 +67,7 @@ std::vector<RankData> Apply(Op op, const PlanDims& dims, const Layout& layout,
                             const RowType& type,
                             const std::vector<RankData>& inputs);
 
-// Describes the first difference, or returns "" if both are bitwise equal.
+// Describes the first difference, or returns "" if the data are bitwise equal.
 std::string Difference(const RowType& type, const RankData& expected,
                        const RankData& actual);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Plans of ep_prepare without a group.
+// Builds the plans of ep_prepare for tests, without a group.
 
 #ifndef EP_FFI_TESTING_PLANS_H_
 #define EP_FFI_TESTING_PLANS_H_
@@ -15,7 +15,7 @@
 
 namespace ep::testing {
 
-// Returns the message of each rank about its choices, which must be valid.
+// Returns the sorted choices that each rank sends. All choices must be valid.
 inline std::vector<SortedChoices> SortAll(const PlanDims& dims,
                                           const Choices& topk_idx) {
   std::vector<SortedChoices> sorted(topk_idx.size());
@@ -25,8 +25,8 @@ inline std::vector<SortedChoices> SortAll(const PlanDims& dims,
   return sorted;
 }
 
-// The outputs of ep_prepare on a rank. They have exactly the required sizes,
-// and begin with values that no test expects.
+// The outputs of ep_prepare on a rank, of exactly the required sizes. They are
+// initialized with values that no test expects.
 struct BuiltPlan {
   BuiltPlan(const PlanDims& dims, int64_t rank,
             const std::vector<SortedChoices>& sorted, int64_t domain = 0)

@@ -11,7 +11,7 @@
 namespace ep::testing {
 namespace {
 
-// Starts a thread for each task. Thread-safe.
+// An executor that starts a thread for each task. Thread-safe.
 class Threads : public Executor {
  public:
   void Schedule(std::function<void()> task) override {
@@ -22,8 +22,7 @@ class Threads : public Executor {
 
 constexpr size_t kCanaryElements = 16;
 
-// Resizes an output, and fills it and some elements past its end with the
-// canary.
+// Resizes an output, and fills it and some elements past its end with canaries.
 template <typename T>
 void Arm(size_t size, std::vector<T>* output) {
   output->resize(size + kCanaryElements);
@@ -31,7 +30,7 @@ void Arm(size_t size, std::vector<T>* output) {
               output->size() * sizeof(T));
 }
 
-// Fails the test if an element past the end has changed, and removes these
+// Fails the test if an element past the end has changed. Removes these
 // elements.
 template <typename T>
 void Disarm(std::vector<T>* output) {

@@ -20,7 +20,7 @@
 
 namespace ep::testing {
 
-// The sizes of a group.
+// The options of a group that a test makes.
 struct WorldOptions {
   PlanDims dims;  // of the first layer; a backend may fix some for the group
   int64_t num_domains = 1;
@@ -29,9 +29,8 @@ struct WorldOptions {
 
 // One EP domain of a backend. Ranks may share a group.
 struct Domain {
-  // Optional. A step calls it before each op of a rank with the EpHandle.mem of
-  // the op, and keeps the result until the backend returns. May change the
-  // call.
+  // Optional. A step calls `enter` with the EpHandle.mem of each op, and keeps
+  // the result until the backend returns. `enter` may change the call.
   std::function<std::shared_ptr<void>(int64_t rank, const void* mem,
                                       int64_t bytes, Call* call)>
       enter;
@@ -53,7 +52,7 @@ struct Domain {
 void ForEachRank(int64_t num_ranks,
                  const std::function<void(int64_t rank)>& body);
 
-// Identifies a call by its run and the site of its op.
+// The identity of a call: its run and the site of its op.
 struct Place {
   int64_t run_id;
   int64_t position = 0;
@@ -61,26 +60,23 @@ struct Place {
   uint64_t program = 0;
 };
 
-// The default name of the layer.
 inline constexpr char kLayerName[] = "moe_3";
 
-// The inputs of an op on one rank.
 struct RankInput {
   std::string layer = kLayerName;
   PlanDims dims;
   Tail tail = Tail::kZero;
   bool checked = false;
-  // For ep_prepare.
+  // The fields below are inputs of ep_prepare.
   std::vector<int64_t> topk_idx;
   bool index_is_int64 = true;
   std::vector<int32_t> place;  // empty: unknown
-  // For the other ops.
+  // The fields below are inputs of all other ops.
   std::vector<std::byte> mem;
   RowType type = {0, DType::kFloat32};
   RankData data;
 };
 
-// The outputs of an op on one rank.
 struct RankOutput {
   std::vector<std::byte> mem;
   std::vector<int32_t> group_sizes;

@@ -19,8 +19,7 @@ using Random = std::mt19937_64;
 // Returns a uniformly distributed number from [low, high].
 int64_t Uniform(Random& random, int64_t low, int64_t high);
 
-// Returns a capacity that every routing of these sizes fits in. Ignores
-// `dims.capacity`.
+// Returns a capacity that suffices for every routing. Ignores `dims.capacity`.
 int64_t WorstCaseCapacity(const PlanDims& dims);
 
 // Returns random sizes, including zero tokens, one expert, more choices than
@@ -31,12 +30,11 @@ PlanDims RandomDims(Random& random, int64_t ep_size, bool drop);
 // Returns distinct experts for each token, and some unused choices.
 Choices RandomChoices(Random& random, const PlanDims& dims);
 
-// Returns rows and weights of a rank with either sign and different magnitudes.
+// Returns rows and weights of a rank, of both signs and different magnitudes.
 RankData RandomData(Random& random, const RowType& type, int64_t num_rows,
                     int64_t num_weights);
 
-// Returns the inputs of an op other than ep_prepare, without weights unless
-// `weighted`.
+// Returns inputs of an op other than ep_prepare, with weights if `weighted`.
 RankData RandomInput(Random& random, Op op, const PlanDims& dims,
                      const RowType& type, bool weighted = true);
 

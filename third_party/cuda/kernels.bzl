@@ -35,7 +35,7 @@ _kernel_sources = rule(
             cfg = "exec",
             executable = True,
         ),
-        # This has no cfg = "exec", in which newer Bazel resets :version.
+        # Without cfg = "exec", in which newer Bazel resets :version.
         "_nvrtc": attr.label(default = "//third_party/cuda:nvrtc"),
     },
 )

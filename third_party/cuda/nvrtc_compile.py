@@ -10,7 +10,7 @@ import ctypes
 import pathlib
 import sys
 
-# A cubin for each sm_*, and PTX for each compute_*.
+# The targets: a cubin for each sm_*, and PTX for each compute_*.
 _ARCHS = ("sm_90", "sm_100", "compute_90")
 
 _HEADER = f"""\
@@ -47,18 +47,17 @@ const KernelImage kKernelImages[] = {{
 }}  // namespace ep::nccl
 """
 
-# Aligned because a cubin is an ELF file that the driver reads in place.
+# An aligned array: a cubin is an ELF file, which the driver reads in place.
 _ARRAY = "alignas(16) const unsigned char kImage{i}[] = {{{data}}};"
 _ENTRY = "  {{{arch}, kImage{i}, sizeof(kImage{i})}},"
 
 
 class Nvrtc:
-  """Calls NVRTC, and exits if a call fails."""
+  """The NVRTC library. A call that fails exits the process."""
 
   def __init__(self, libraries: list[str]):
-    # NVRTC opens the library of its builtins by name, and gets the loaded one.
-    # So load the builtins first: "libnvrtc-builtins.so" sorts before
-    # "libnvrtc.so".
+    # NVRTC opens the library of its builtins by name, so load that one first:
+    # "libnvrtc-builtins.so" sorts before "libnvrtc.so".
     loaded = [ctypes.CDLL(lib, ctypes.RTLD_GLOBAL) for lib in sorted(libraries)]
     self._lib = loaded[-1]
     self._lib.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -106,8 +105,8 @@ def main() -> None:
 
   options = [
     "--std=c++17",
-    # A fused multiply-add rounds once where the contract rounds twice; see
-    # ep_ffi/copts.bzl.
+    # A fused multiply-add rounds once where the numeric contract rounds twice;
+    # see ep_ffi/copts.bzl.
     "--fmad=false",
     *(f"--include-path={folder}" for folder in args.include),
   ]

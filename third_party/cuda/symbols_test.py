@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pinned NCCL libraries define the functions that the nccl backend finds.
+"""Tests that the pinned NCCL has the functions that the nccl backend finds.
 
 Usage: symbols_test.py libraries.h FILE...
 

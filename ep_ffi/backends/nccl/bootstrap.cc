@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C functions of nccl groups, which ep/_src/native/ffi.py calls. For the
-// paths `nccl` and `nccl_ep` see Libraries::Load.
+// The C functions of NCCL groups, which ep/_src/native/ffi.py calls. `nccl` and
+// `nccl_ep` are the paths of the libraries; see Libraries::Load.
 
 #include <cstdint>
 #include <cstring>
@@ -16,7 +16,8 @@
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/core/status.h"
 
-// Creates the id of a domain. `id_bytes` must be the size of ncclUniqueId.
+// Writes a new ncclUniqueId to `id`. `id_bytes` must be the size of
+// ncclUniqueId.
 EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
                                     char* id, int64_t id_bytes, char* error,
                                     int64_t error_bytes) {
@@ -32,11 +33,10 @@ EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
   });
 }
 
-// Creates the group `name` on `devices`, GPUs of this process, each with a rank
-// of EP domain `domain`. For `config` see `Registry::Add`. With an `id`, which
-// the ranks of the domain share, there is one device, and the call is
-// collective over the domain. Without an `id`, ep_connect gives each rank a
-// communicator.
+// Creates the group `name` on `devices`, GPUs of this process, each a rank of
+// EP domain `domain`. With an `id`, which all ranks of the domain share, there
+// is one device and the call is collective over the domain. Without an `id`,
+// ep_connect gives each rank a communicator. For `config` see `Registry::Add`.
 EP_EXPORT int32_t ep_nccl_group_create(
     const char* name, const char* config, const int32_t* ranks,
     const int32_t* devices, int64_t num_ranks, int32_t domain,
@@ -66,8 +66,8 @@ EP_EXPORT int32_t ep_nccl_group_create(
   });
 }
 
-// Gives the watchdog of the i-th rank of this process a sentence about the
-// `others`. Writes the fields of Watchdog::Place to `numbers` and `text`.
+// Tells the watchdog of the i-th local rank `others`, a sentence about the
+// other ranks. Writes the rank's Watchdog::Place to `numbers` and `text`.
 EP_EXPORT int32_t ep_nccl_group_place(const char* name, int64_t i,
                                       const char* others, double* numbers,
                                       char* text, int64_t text_bytes,

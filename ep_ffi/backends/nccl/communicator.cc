@@ -13,8 +13,8 @@
 namespace ep::nccl {
 namespace {
 
-// Describes a dense array to NCCL EP. The descriptor points to the sizes in
-// this object.
+// An NCCL EP descriptor of a dense array. The descriptor points to sizes in
+// this object, so the object must outlive the descriptor.
 class Tensor {
  public:
   Tensor(ncclDataType_t type, const void* data,
@@ -222,7 +222,7 @@ Status Communicator::Scatter(const Layer& layer, const Mem& mem,
   ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
   inputs.tokens = tokens.get();
   outputs.tokens = slots.get();
-  // NCCL EP's forward pass of dispatch has weights; its backward pass has none.
+  // NCCL EP's forward dispatch takes weights; its backward dispatch takes none.
   config.pass_direction = NCCL_EP_BWD_PASS;
   if (args.topk_weights) {
     config.pass_direction = NCCL_EP_FWD_PASS;
@@ -248,7 +248,7 @@ Status Communicator::Gather(const Layer& layer, const Mem& mem,
   ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
   inputs.tokens = slots.get();
   outputs.tokens = tokens.get();
-  // NCCL EP's backward pass of combine has weights; its forward pass has none.
+  // NCCL EP's backward combine takes weights; its forward combine takes none.
   config.pass_direction = NCCL_EP_FWD_PASS;
   if (args.topk_weights) {
     config.pass_direction = NCCL_EP_BWD_PASS;

@@ -20,15 +20,15 @@
 
 namespace ep::nccl {
 
-// Connects one rank to its EP domain: owns an NCCL EP group on an NCCL
+// The connection of one rank to its EP domain: owns an NCCL EP group on an NCCL
 // communicator, and enqueues the calls of NCCL EP.
 //
 // Not thread-safe.
 class Communicator {
  public:
-  // Connects this rank. Collective over the domain. Borrows `lent`, a
-  // communicator of the domain that XLA owns; if `lent` is null, creates one
-  // from `unique_id`, the ncclUniqueId that one rank made for all ranks.
+  // Connects this rank. Collective over the domain. Borrows XLA's communicator
+  // `lent` of the domain. If `lent` is null, creates a communicator from
+  // `unique_id`, the ncclUniqueId that one rank made for all ranks.
   static Status Connect(std::shared_ptr<const Device> device,
                         const Sizes& sizes, int32_t rank,
                         const std::string& unique_id, ncclComm_t lent,
@@ -50,15 +50,15 @@ class Communicator {
   Status AllGather(const int32_t* mine, int32_t* all, int64_t count,
                    CUstream stream) const;
 
-  // Returns the bytes of NCCL EP's part of EpHandle.mem.
+  // Returns the size, in bytes, of NCCL EP's part of EpHandle.mem.
   Status HandleBytes(const Layer& layer, int64_t* out) const;
 
-  // The calls below enqueue one function of NCCL EP on the handle in `mem`,
-  // whose size is HandleBytes. Each opens the handle anew, because XLA places
-  // buffers at new addresses; this costs host time only.
+  // Update, Scatter and Gather each enqueue one NCCL EP function on the handle
+  // in `mem`, which has HandleBytes bytes. Each call opens the handle anew,
+  // because XLA places buffers at new addresses; this costs only host time.
   //
-  // NCCL EP requires that a descriptor of slots has as many rows as the group.
-  // It accesses only slots within the layer's capacity, so the buffer may be
+  // NCCL EP requires that a slot descriptor has as many rows as the group. NCCL
+  // EP accesses only slots within the layer's capacity, so the buffer may be
   // shorter than the descriptor.
 
   // Calls ncclEpUpdateHandle. `choices` is [num_tokens, top_k].
@@ -76,7 +76,7 @@ class Communicator {
       : device_(std::move(device)), sizes_(sizes) {}
 
   Status Init(int32_t rank, const ncclUniqueId& id, ncclComm_t lent);
-  // Calls `use`, the NCCL EP function called `name`, with an open handle.
+  // Opens the handle and calls `use` on it. Errors name the function `name`.
   Status WithHandle(
       const Layer& layer, const Mem& mem, const char* name,
       const std::function<ncclResult_t(ncclEpHandle_t)>& use) const;
@@ -88,8 +88,8 @@ class Communicator {
   ncclEpGroup_t group_ = nullptr;
 };
 
-// Calls an NCCL EP function by `call`, and returns its exceptions as errors.
-// `name` is for the message.
+// Runs `call`, a call of the NCCL EP function `name`. Converts a C++ exception
+// to an error whose message has the name.
 Status CallNcclEp(const Libraries& libraries, const char* name,
                   const std::function<ncclResult_t()>& call);
 

@@ -14,14 +14,14 @@
 
 namespace ep::nccl {
 
-// The longest timeout, some 30 years. The clocks of the standard library count
-// nanoseconds in 64 bits, so they cannot wait indefinitely.
+// The longest timeout in seconds, some 30 years. The clocks of the standard
+// library count nanoseconds in 64 bits, so an infinite timeout would overflow.
 constexpr double kLongestWaitS = 1e9;
 
-// Gives a timeout to `call`, which waits for other ranks and has none. Runs it
-// on a new thread and returns its result. Fails after `seconds`, which may be
-// infinite. The thread then continues, so `call` must own the objects that it
-// uses. `what` is the subject of the message.
+// Runs `call`, which waits for other ranks, on a new thread, and returns its
+// result. Fails after `seconds`, which may be infinite. After a timeout the
+// thread continues, so `call` must own the objects that it uses. `what` is the
+// subject of the error message.
 inline Status RunWithin(double seconds, const std::string& what,
                         std::function<Status()> call) {
   std::packaged_task<Status()> task(std::move(call));

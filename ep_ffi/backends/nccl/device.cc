@@ -12,7 +12,7 @@ constexpr const char* kNames[Device::kNumKernels] = {
     "EpCountChoices", "EpSumChoices", "EpPlaceSlabs",    "EpWriteRouting",
     "EpClearForeign", "EpFinish",     "EpFindNotFinite", "EpReportNotFinite"};
 
-constexpr int kBlock = 256;  // threads
+constexpr int kBlock = 256;  // threads per block
 
 }  // namespace
 
@@ -47,7 +47,7 @@ Status Device::Init(int32_t ordinal, int32_t num_reports) {
 }
 
 Status Device::AllocateShared(int64_t bytes, std::byte** out) const {
-  // With unified addressing, which Hopper has, the device uses host addresses.
+  // Unified addressing, which Hopper has, lets the device use host addresses.
   void* memory = nullptr;
   EP_RETURN_IF_ERROR(libraries_.Check(
       libraries_.cuMemHostAlloc(&memory, bytes, CU_MEMHOSTALLOC_DEVICEMAP),
@@ -75,7 +75,7 @@ Status Device::LoadKernels() {
                   StrCat("the GPU has compute capability ", major,
                          ".x, but NCCL EP needs 9.0 (Hopper) or newer"));
   }
-  // Prefer machine code for this architecture. The driver compiles PTX.
+  // Prefer a cubin for this architecture to PTX, which the driver compiles.
   const KernelImage* image = nullptr;
   for (const KernelImage& i : kKernelImages) {
     if (i.arch == 0 ? !image : i.arch / 10 == major) image = &i;

@@ -15,19 +15,18 @@
 
 namespace ep::nccl {
 
-// The GPU of a rank: its context, our kernels, and host memory that the GPU
-// accesses.
+// A rank's GPU: its context, our kernels, and host memory that it accesses.
 //
 // Thread-safe after Open, except TakeReport and Leak.
 class Device {
  public:
-  // Opens the device that has the number `ordinal` in XLA, in this process, and
-  // allocates `num_reports` reports.
+  // Opens the GPU with XLA's number `ordinal` in this process, and allocates
+  // `num_reports` reports.
   static Status Open(const Libraries& libraries, int32_t ordinal,
                      int32_t num_reports, std::shared_ptr<Device>* out);
   ~Device();
 
-  // Makes the context current on this thread during the object's lifetime.
+  // A scope in which the GPU's context is current on this thread.
   class Scope {
    public:
     explicit Scope(const Device& device) : libraries_(device.libraries_) {
@@ -49,7 +48,7 @@ class Device {
   // Returns the limit of a thread block's shared memory, in bytes.
   int32_t shared_bytes() const { return shared_bytes_; }
 
-  // Returns the free bytes of the device. Its context must be current.
+  // Sets the free bytes of the GPU, whose context must be current.
   Status CountFreeBytes(int64_t* out) const;
 
   // The kernels of kernels.cu.
@@ -73,8 +72,8 @@ class Device {
   Status LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
                       Routing* routing, Moved* moved = nullptr) const;
 
-  // The reports, the counts of ops and the ring are in host memory, which the
-  // device accesses at the same addresses.
+  // The reports, the op counts and the ring of trace stamps are in host memory,
+  // which the device accesses at the same addresses.
   Report* report(int32_t i) const { return reports_ + i; }
   // Takes the outcome from report `i`. Returns false if the device has not yet
   // written an outcome with this ticket.
@@ -83,7 +82,7 @@ class Device {
   Progress* progress() const { return progress_; }
   Progress ReadProgress() const;
 
-  // Allocates the ring, unless it is allocated already.
+  // Allocates the ring of trace stamps, unless it exists.
   Status AllocateRing(int64_t bytes);
   std::byte* ring() const { return ring_; }
 
@@ -98,7 +97,7 @@ class Device {
   explicit Device(const Libraries& libraries) : libraries_(libraries) {}
 
   Status Init(int32_t ordinal, int32_t num_reports);
-  // Allocates `bytes` zeros in host memory that the device accesses.
+  // Allocates `bytes` zeroed bytes of host memory that the device can access.
   Status AllocateShared(int64_t bytes, std::byte** out) const;
   Status LoadKernels();
   Status Launch(Kernel kernel, int64_t blocks, CUstream stream,
@@ -111,7 +110,7 @@ class Device {
   CUmodule module_ = nullptr;
   CUfunction kernels_[kNumKernels] = {};
   Progress* progress_ = nullptr;
-  Report* reports_ = nullptr;  // in the allocation of progress_
+  Report* reports_ = nullptr;  // part of progress_'s allocation
   std::byte* ring_ = nullptr;
   bool leaked_ = false;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests that the fake detects violations of the contracts of the real
-// libraries. The tests of the backend rely on this.
+// Tests that the fake of CUDA, NCCL and NCCL EP detects calls that violate the
+// contracts of the real libraries. The tests of the backend rely on the fake.
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 
@@ -16,7 +16,7 @@ namespace {
 
 class FakeTest : public NcclGroupTest {
  protected:
-  // Expects violations, the first of which has these words.
+  // Expects at least one violation, with these words in the first one.
   static void ExpectViolation(const std::string& words) {
     const std::vector<std::string> sentences = fake::TakeViolations();
     ExpectWords({words}, Status(Code::kInternal,
@@ -61,7 +61,7 @@ TEST_F(FakeTest, ConcurrentStreamsAreCaught) {
   ExpectViolation("two streams");
   AwaitStreams(domain);
   AwaitStreams(other);
-  (void)fake::TakeViolations();  // the other ranks are absent
+  (void)fake::TakeViolations();  // violations: the other ranks are absent
 }
 
 TEST_F(FakeTest, AStaleAddressIsCaught) {

@@ -22,8 +22,7 @@ constexpr int64_t kWindow = Reports::kWindow;
 
 class FaultsTest : public NcclGroupTest {
  protected:
-  // Returns `count` steps of ep_prepare; step `faulty` has an invalid id on
-  // rank 1.
+  // Returns `count` ep_prepares; step `faulty` has an invalid id on rank 1.
   std::vector<StepPtr> NewPrepares(const Domain& domain, int64_t count,
                                    int64_t faulty) {
     std::vector<StepPtr> steps;
@@ -65,7 +64,7 @@ TEST_F(FaultsTest, ARepeatedIdFails) {
       NewPrepare(domain, kDims, topk_idx));
 }
 
-// Each thread block finds the first invalid id of one chunk.
+// Each thread block finds the first invalid expert id of one chunk of choices.
 TEST_F(FaultsTest, TheFirstOfManyInvalidIdsIsNamed) {
   PlanDims dims = kDims;
   dims.num_tokens = 700;
@@ -81,9 +80,9 @@ TEST_F(FaultsTest, TheFirstOfManyInvalidIdsIsNamed) {
   }
 }
 
-// A rank that reads a fault before its peers still enqueues the same ops.
+// A rank that reads a fault early still enqueues the same ops as its peers.
 TEST_F(FaultsTest, AFaultFailsTheSameLaterPrepareOnEveryRank) {
-  for (int64_t early : {-1, 0}) {  // the rank that calls Check early, or none
+  for (int64_t early : {-1, 0}) {  // the rank that calls Check early; -1: none
     Domain domain = MakeDomain(kWorld);
     const auto check = std::exchange(domain.synchronize, nullptr);
     const std::vector<StepPtr> steps =
@@ -108,7 +107,7 @@ TEST_F(FaultsTest, AFaultFailsTheSameLaterPrepareOnEveryRank) {
   }
 }
 
-// NCCL EP cannot tell these routings from the right one.
+// NCCL EP cannot tell a routing for another layer or rank from the right one.
 TEST_F(FaultsTest, AForeignHandleMakesNans) {
   const Domain domain = MakeDomain(kWorld);
   PlanDims other = kDims;
@@ -133,7 +132,7 @@ TEST_F(FaultsTest, AForeignHandleMakesNans) {
   ExpectWorks(domain, Op::kDispatch, PrepareRandom(domain, kDims), AnyType());
 }
 
-// NCCL EP must not read its part of such a handle.
+// NCCL EP must not read a handle of random bytes.
 TEST_F(FaultsTest, RandomBytesMakeNans) {
   const Domain domain = MakeDomain(kWorld);
   const Routed good = PrepareRandom(domain, kDims);
@@ -158,9 +157,9 @@ TEST_F(FaultsTest, RandomBytesMakeNans) {
   ExpectWorks(domain, Op::kDispatch, good, AnyType());
 }
 
-// Position and program identify an op. Ranks may number its copies differently:
-// a rank that loads a program from a cache instantiates more or fewer copies
-// than a rank that compiles the program.
+// A position and a program identify an op. XLA's number of a copy of the op
+// does not: a rank that loads a program from a cache instantiates more or fewer
+// copies than a rank that compiles the program.
 TEST_F(FaultsTest, PositionAndProgramIdentifyAnOp) {
   const Domain domain = MakeDomain(kWorld);
   const auto inputs = PrepareInputs(kDims, RandomChoices(random_, kDims));
@@ -282,7 +281,7 @@ TEST_F(CheckedCombineTest, TheFirstOpIsReported) {
   const Routed routed = PrepareFull(domain);
   const auto check = std::exchange(domain.synchronize, nullptr);
   std::vector<StepPtr> steps;
-  for (int64_t token : {-1, 4, 2}) {  // the first op has no fault
+  for (int64_t token : {-1, 4, 2}) {  // -1: no fault
     std::vector<RankInput> inputs =
         CheckedInputs(Op::kCombine, routed, AnyType());
     for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
@@ -303,7 +302,7 @@ TEST_F(CheckedCombineTest, TheFirstOpIsReported) {
   });
 }
 
-// The NaNs of a routing with a fault are not a second fault.
+// Checked mode does not report the NaNs that follow from a faulty routing.
 TEST_F(CheckedCombineTest, NansOfAFaultyRoutingAreNotReported) {
   const Domain domain = MakeDomain(kWorld);
   Routed routed = PrepareFault(domain, kDims);

@@ -12,26 +12,26 @@
 namespace ep::nccl {
 namespace {
 
-// Threads that clear a foreign handle of some megabytes. Only an error path
-// needs them.
+// Number of threads that clear a foreign handle, which has some megabytes. Only
+// an error path needs these threads.
 constexpr int64_t kClearThreads = 16384;
 
-// Enough blocks to write at memory speed. In the common case they find nothing
-// to write, which only the device knows; more blocks would slow this case down.
+// Thread blocks of EpFinish, enough for full memory bandwidth. Usually there is
+// nothing to write, which only the device knows, and more blocks would cost
+// time.
 constexpr int64_t kFinishBlocks = 512;
 
-// The time limit of an abort, which may wait for kernels that cannot be
-// aborted.
+// Time limit of an abort, in seconds. An abort may wait for NCCL EP's kernels,
+// which cannot be aborted.
 constexpr double kAbortS = 5;
 
 std::string Name(const Call& call) {
   return OpName(call.op, call.site->layer.name);
 }
 
-// Hashes the properties of an op that must be equal on its ranks. Leaves out
-// the number of the op's copy. XLA numbers copies as it instantiates them, and
-// a rank that loads an executable from a cache instantiates more or fewer
-// copies than a rank that compiles it.
+// Hashes the properties of an op that must be equal on all ranks. Leaves out
+// XLA's number of a copy of the op: a rank that loads an executable from a
+// cache instantiates more or fewer copies than a rank that compiles it.
 uint64_t HashProgram(const Site& site, uint64_t sizes) {
   return Hash({static_cast<int64_t>(Hash(site.layer.name)),
                site.layer.fingerprint, static_cast<int64_t>(Hash(site.program)),
@@ -49,8 +49,6 @@ Status NewUniqueId(const std::string& nccl_path,
   out->assign(id.internal, sizeof(id.internal));
   return Status();
 }
-
-// ---- Creation and destruction -----------------------------------------------
 
 Status NcclGroup::Create(const Options& options,
                          std::shared_ptr<NcclGroup>* out) {
@@ -156,8 +154,6 @@ Status NcclGroup::GiveUp(const Status& status) {
 Status NcclGroup::GiveUpUnlessOk(const Status& enqueued) {
   return enqueued.ok() ? enqueued : GiveUp(enqueued);
 }
-
-// ---- Ops --------------------------------------------------------------------
 
 void NcclGroup::Submit(const Call& call,
                        const std::function<Status()>& enqueue) {
@@ -268,8 +264,8 @@ Status NcclGroup::EnqueueMove(const Call& call, const Mem& mem,
   const Layer& layer = call.site->layer;
   EP_RETURN_IF_ERROR(CheckMem(layer, num_tokens, mem));
   EP_RETURN_IF_ERROR(CheckRows(options_.sizes, rows.width, rows.dtype));
-  // NCCL EP uses some of these bytes as scratch memory, although XLA treats
-  // them as constant. Neither this backend nor a later op reads the scratch
+  // NCCL EP uses some bytes of EpHandle.mem as scratch memory, although XLA
+  // treats the handle as constant. Neither we nor later ops read the scratch
   // bytes.
   std::byte* bytes = const_cast<std::byte*>(mem.data);
   const CUstream stream = static_cast<CUstream>(call.stream);
@@ -313,8 +309,6 @@ void NcclGroup::NoteEnqueued(const Call& call, const Routing& routing,
                         call.site->program, "\", op ", call.site->position));
 }
 
-// ---- EpHandle.mem -----------------------------------------------------------
-
 Status NcclGroup::MemBytes(const Layer& layer, int64_t num_tokens,
                            int64_t* out) const {
   MutexLock lock(mutex_);
@@ -350,8 +344,6 @@ Status NcclGroup::CheckMem(const Layer& layer, int64_t num_tokens,
                        " are expected; use the handle that ep_prepare made "
                        "for this layer, in this process"));
 }
-
-// ---- Faults -----------------------------------------------------------------
 
 Status NcclGroup::TakeOutcome() {
   Status status;

@@ -35,26 +35,26 @@ namespace ep::nccl {
 //
 // Scatter and Gather enqueue a kernel that checks the handle, then
 // ncclEpDispatch or ncclEpCombine on NCCL EP's part of the handle, then a
-// kernel that writes the tail, or NaN if the routing has a fault. In checked
-// mode two more kernels check the result of ep_combine.
+// kernel that writes the rows past the used slots, or NaN to all rows if the
+// routing has a fault. In checked mode two kernels check the result of
+// ep_combine.
 //
 // Faults: the device finds a fault long after the op has returned on the host.
-// Every rank computes the same outcome of a prepare. The host reads the outcome
-// Reports::kWindow prepares later, at the same op on all ranks, and may have to
-// wait for the device. So all ranks fail at the same op, and no rank stays
-// behind in a collective. Only this rank knows of a fault in another op, so
-// only Check returns such a fault: if an op failed for it, the peers would wait
-// for this rank.
+// All ranks compute the same outcome of a prepare. The host reads this outcome
+// Reports::kWindow prepares later, and may have to wait for the device. So all
+// ranks fail at the same op, and no rank stays behind in a collective. A fault
+// in another op is known only to its rank. Only Check returns such a fault,
+// because the peers would wait for a rank whose op failed.
 //
 // Waiting: NCCL EP's kernels wait for their peers without a timeout. A host
 // that waits for the device gives up after timeout_s and aborts the
-// communicator. So does a host that cannot enqueue an op; its peers then fail
-// within timeout_s. The watchdog reports a host that waits elsewhere.
+// communicator. A host that cannot enqueue an op also gives up; its peers then
+// fail within timeout_s. The watchdog reports a host that waits in other code.
 //
 // Order: ranks must enqueue the same ops in the same order. A rank refuses an
-// op that shows that two of its runs interleave. The next prepare compares the
-// order of the earlier dispatches and combines on the device. A difference
-// fails as a fault does, after wrong pairs of ops have exchanged rows.
+// op if two runs interleave on this rank. The next prepare compares, on the
+// device, the order of the ranks' dispatches and combines. It fails if the
+// orders differ, but mismatched ops have exchanged rows by then.
 //
 // Thread-safe. The lock guarantees that the ops of a rank are enqueued one
 // after another, that the reports match the enqueued ops, and that nothing is
@@ -69,7 +69,7 @@ class NcclGroup : public Group {
     int32_t domain = 0;  // index of the EP domain in the mesh
     int32_t device;      // XLA's number of the device in this process
     double timeout_s;    // to connect, and to wait for the device
-    // See Watchdog.
+    // Seconds after timeout_s until the watchdog terminates the process.
     double exit_after_s = std::numeric_limits<double>::infinity();
     // The result of NewUniqueId on one rank of the domain. If empty, the group
     // has no communicator until Borrow.
@@ -78,8 +78,8 @@ class NcclGroup : public Group {
     std::string nccl_ep_path;
   };
 
-  // Creates the group. With a unique_id, connects the rank; this is collective
-  // over the domain.
+  // Creates the group. With a unique_id, also connects the rank, which is
+  // collective over the domain.
   static Status Create(const Options& options, std::shared_ptr<NcclGroup>* out);
   ~NcclGroup() override { (void)Close(); }
 
@@ -96,7 +96,7 @@ class NcclGroup : public Group {
   void Scatter(Call call, const ScatterArgs& args) override;
   void Gather(Call call, const GatherArgs& args) override;
 
-  // Has no effect, because XLA ends a stream with its program.
+  // Does nothing, because XLA ends the stream when it ends the program.
   void FailRun(int64_t, const Status&) override {}
   Status StartTrace(const std::string& path) override;
   Status StopTrace() override;
@@ -107,12 +107,11 @@ class NcclGroup : public Group {
   Watchdog& watchdog() const { return *watchdog_; }
 
  private:
-  // `communicator` is null until Borrow.
+  // `communicator` may be null; then Borrow provides one later.
   NcclGroup(const Options& options, std::shared_ptr<Device> device,
             std::shared_ptr<Communicator> communicator);
 
-  // Runs `enqueue` under the lock, unless the group has failed, and completes
-  // the call.
+  // Runs `enqueue` under the lock unless the group failed; completes the call.
   void Submit(const Call& call, const std::function<Status()>& enqueue)
       EP_EXCLUDES(mutex_);
   // Fails if the call's communicator is not the communicator of this group.
@@ -120,7 +119,7 @@ class NcclGroup : public Group {
   Status EnqueuePrepare(const Call& call, const PrepareArgs& args)
       EP_REQUIRES(mutex_);
   // Enqueues `move`, which gets NCCL EP's part of `mem`, and the kernels that
-  // complete the rows it writes. `moved` has the weights of these rows.
+  // complete the output rows. `moved` has the weights of these rows.
   Status EnqueueMove(const Call& call, const Mem& mem, int64_t num_tokens,
                      const Rows& rows, Moved moved,
                      const std::function<Status(const Mem&)>& move)
@@ -129,7 +128,7 @@ class NcclGroup : public Group {
   // Returns the routing in `mem` for the next op to enqueue.
   Routing NextRouting(const Layer& layer, int64_t num_tokens, std::byte* mem)
       EP_REQUIRES(mutex_);
-  // Records that an op was enqueued completely. Its rows have `row_bytes` each.
+  // Records that a whole op, with rows of `row_bytes` bytes, was enqueued.
   void NoteEnqueued(const Call& call, const Routing& routing, int64_t row_bytes)
       EP_REQUIRES(mutex_);
 
@@ -142,11 +141,11 @@ class NcclGroup : public Group {
   Status TakeOutcome() EP_REQUIRES(mutex_);
   // Waits for the device, and returns the first fault not returned yet.
   Status Drain() EP_REQUIRES(mutex_);
-  // Aborts, and makes every later op fail. Returns the error of these ops:
-  // `status` and the watchdog's sentence about the other ranks.
+  // Aborts the communicator, and makes every later op fail. Returns the error
+  // of later ops: `status` and the watchdog's sentence about the other ranks.
   Status GiveUp(const Status& status) EP_REQUIRES(mutex_);
-  // Gives up if `enqueued` is an error. The peers wait for the kernel that this
-  // rank did not enqueue, and would pair with a kernel of a later op.
+  // Gives up if `enqueued` is an error: the peers wait for the missing kernel
+  // of this rank, and would pair with its kernel of a later op.
   Status GiveUpUnlessOk(const Status& enqueued) EP_REQUIRES(mutex_);
 
   const Options options_;
@@ -158,14 +157,14 @@ class NcclGroup : public Group {
   Reports reports_ EP_GUARDED_BY(mutex_);
   Stamps stamps_ EP_GUARDED_BY(mutex_);
   Runs runs_ EP_GUARDED_BY(mutex_);
-  int64_t step_ EP_GUARDED_BY(mutex_) = 0;  // of the run of the current op
+  int64_t step_ EP_GUARDED_BY(mutex_) = 0;  // number of the current run
   // Hash of the ops that were enqueued since the last prepare.
   uint64_t order_ EP_GUARDED_BY(mutex_) = kHashSeed;
-  // The error of all ops: before the rank is connected, and after a failure.
+  // The error of every op before the rank is connected or after a failure.
   Status failed_ EP_GUARDED_BY(mutex_);
 };
 
-// Creates the id of a domain. One rank of the domain calls this function.
+// Creates the ncclUniqueId of a domain. Only one rank of the domain calls this.
 Status NewUniqueId(const std::string& nccl_path,
                    const std::string& nccl_ep_path, std::string* out);
 

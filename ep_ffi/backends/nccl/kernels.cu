@@ -3,13 +3,13 @@
 // The kernels that run before and after NCCL EP's kernels.
 //
 // NCCL EP writes out of bounds for an id past the last expert, and traps on
-// overflow. So these kernels check all choices first. Each rank checks and
-// counts its own choices, all ranks exchange their counts, and each rank
-// computes from the counts the same outcome and the slots of its choices. The
-// kernels mark dropped choices, and all choices of a routing with a fault, as
-// unused. A routing with a fault also has counts of 0 and totals of -1. Choices
-// have 64 bits, because NCCL EP 0.2.0 caches narrower choices and reads the
-// cache as 64 bits wide.
+// overflow. So our kernels check all choices first. Each rank checks and counts
+// its own choices, and all ranks exchange their counts. From the counts, each
+// rank computes the same outcome, and the slots of its choices. Dropped
+// choices, and all choices of a routing with a fault, are marked as unused. A
+// routing with a fault also has counts of 0 and totals of -1. Choices have 64
+// bits, because NCCL EP 0.2.0 caches narrower choices and reads the cache as 64
+// bits.
 //
 // No kernel uses shared memory or a barrier of its block. Steps that need an
 // order are separate kernels, or run in one warp.
@@ -57,8 +57,8 @@ __device__ Fault CheckId(const Routing& r, int32_t choice) {
   return Fault::kNone;
 }
 
-// Returns the number of an expert's choices in earlier chunks; before
-// EpSumChoices, in this chunk.
+// Returns the number of an expert's choices in earlier chunks. Before
+// EpSumChoices runs, returns the number of the expert's choices in this chunk.
 __device__ int32_t& ChunkStart(const Routing& r, int32_t chunk,
                                int32_t expert) {
   return r.chunk_starts[chunk * (r.num_experts + 1) + expert];
@@ -113,7 +113,7 @@ __device__ void EndOp(const Routing& r, int64_t rows) {
   CountOp(r.number, &r.progress->ended);
 }
 
-// Writes a report unless the host has not yet taken the last one.
+// Writes a report if the host has taken the previous report.
 __device__ void WriteFirstReport(Report* report, const Outcome& outcome) {
   if (*static_cast<volatile uint64_t*>(&report->ticket) == 0) {
     WriteReport(report, outcome, 1);
@@ -147,7 +147,7 @@ __device__ Outcome FindFault(const Routing& r) {
   const int32_t other = WarpFind(Lane(), r.ep_size, differs);
   const int32_t wrong = WarpFind(Lane(), r.ep_size, is_wrong);
   const int32_t full = WarpFind(Lane(), r.ep_size, is_full);
-  // The counts of another program have another meaning, so check this first.
+  // Compares programs first: counts of another program have another meaning.
   if (other < r.ep_size) return {Fault::kDisagreement, other, 0, 0, 0};
   if (wrong < r.ep_size) {
     const int32_t* words = WordsOf(r, wrong);
@@ -158,8 +158,7 @@ __device__ Outcome FindFault(const Routing& r) {
   return {Fault::kNone, 0, 0, 0, 0};
 }
 
-// Writes the header, the totals and the report. All threads of a warp must call
-// it.
+// Writes the header, totals and report. All threads of a warp must call it.
 __device__ void WriteOutcome(const Routing& r, const Outcome& outcome) {
   const int32_t largest =
       WarpMax(Lane(), r.ep_size, [&](int32_t rank) { return r.needs[rank]; });
@@ -259,8 +258,7 @@ extern "C" __global__ void EpSumChoices(Routing r) {
 }
 
 // Computes the offsets of the expert segments and the number of slots that each
-// rank needs. Runs a warp per rank, after the all-gather of `sent` to
-// `received`.
+// rank needs. Runs a warp per rank, after the all-gather to `received`.
 extern "C" __global__ void EpPlaceSlabs(Routing r) {
   const int32_t rank = WarpIndex();
   if (rank >= r.ep_size) return;
@@ -297,10 +295,10 @@ extern "C" __global__ void EpWriteRouting(Routing r) {
   r.kept[i] = kept;
 }
 
-// Overwrites a handle that is not a routing for this op with zeros, a routing
-// without choices. NCCL EP does not check handles, and would trap or access
-// memory out of bounds. If the handle was a routing for another op, that op
-// will report a foreign handle. Runs any number of threads.
+// Overwrites a handle that is not a routing for this op with zeros, which are a
+// routing without choices. NCCL EP does not check handles, and would trap or
+// access memory out of bounds. If the handle was a routing for another op, that
+// op will report a foreign handle. Runs any number of threads.
 extern "C" __global__ void EpClearForeign(Routing r) {
   if (ThreadIndex() == 0) BeginOp(r);
   if (CheckHandle(r).fault != Fault::kForeignHandle) return;
@@ -311,8 +309,8 @@ extern "C" __global__ void EpClearForeign(Routing r) {
   r.header->magic = 0;
 }
 
-// Writes the tail of the rows, which NCCL EP does not write. If the routing has
-// a fault, writes NaN to all rows. Runs any number of blocks.
+// Writes the tail (the rows past the used slots), because NCCL EP does not. If
+// the routing has a fault, writes NaN to all rows. Runs any number of blocks.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
   if (ThreadIndex() == 0) {
     EndOp(r, r.header->num_slots);

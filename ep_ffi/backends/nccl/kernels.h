@@ -19,7 +19,7 @@ using uint64_t = unsigned long long;
 namespace ep::nccl {
 
 // Errors that the device finds in a routing or in the result of combine. The
-// host turns them into messages.
+// host turns each fault into a message.
 enum class Fault : int32_t {
   kNone,
   kIdOutOfRange,   // topk_idx[choice] of `rank` is `value`
@@ -42,7 +42,7 @@ struct Outcome {
   int64_t value;
 };
 
-// Host memory to which the device writes an outcome, and `ticket` last.
+// Host memory that the device writes: first an outcome, then `ticket`.
 struct Report {
   Outcome outcome;
   uint64_t ticket;
@@ -70,8 +70,8 @@ struct Header {
   int32_t rank;
   int32_t num_slots;  // used slots, including padding
   Outcome outcome;
-  // ~i, where i is the first element of combine's rows that is not finite, or
-  // zero. The complement lets atomicMax find the first element.
+  // ~i, where i is the first element of combine's rows that is not finite; zero
+  // if all are finite. The complement lets atomicMax find the first element.
   uint64_t not_finite;
 };
 
@@ -79,7 +79,7 @@ constexpr uint64_t kMagic = 0x316e6c63636e7065;  // "epnccln1"
 constexpr int32_t kHeaderBytes = 64;
 static_assert(sizeof(Header) <= kHeaderBytes, "");
 
-// The words that a rank sends to all ranks after its choices per expert [E].
+// The words that a rank sends to all ranks after its [E] counts of choices.
 enum Word : int32_t {
   kWordFault,
   kWordChoice,
@@ -90,15 +90,15 @@ enum Word : int32_t {
 
 constexpr int32_t kWarp = 32;  // threads
 
-// Choices per chunk. The position of a choice in its expert's queue is the
-// number of that expert's choices in earlier chunks, plus those before the
-// choice in the same chunk.
+// Number of choices per chunk. A choice's position in its expert's queue is the
+// number of the expert's choices in earlier chunks plus the number of those
+// choices before it in the same chunk.
 constexpr int32_t kChunk = 256;
 
 constexpr uint32_t kNan = 0xffffffff;  // NaN in every float type
 
-// A routing in device memory. The arrays are in EpHandle.mem, except the inputs
-// and outputs of ep_prepare.
+// A routing in device memory. The arrays are in EpHandle.mem, except inputs and
+// outputs of ep_prepare.
 struct Routing {
   int32_t num_experts, num_local, ep_size, rank;
   int32_t num_choices, num_chunks, top_k, capacity, alignment;
@@ -133,24 +133,24 @@ struct Routing {
   uint64_t ticket;
 
   Progress* progress;
-  uint64_t number;  // of the op
+  uint64_t number;  // number of the op
 
   Stamp* stamp;           // null without a trace
   int32_t* stamp_counts;  // [2][L] of a prepare: tokens, dropped choices
 };
 
-// The rows and weights that an op other than prepare returns.
+// The rows and weights that dispatch, combine or a backward op returns.
 struct Moved {
   int32_t num_rows;
-  int32_t row_words;  // of 32 bits
+  int32_t row_words;  // 32-bit words per row
   int32_t weights_per_row;
   int32_t fill_tail;  // whether to write `tail` from row header->num_slots on
   uint32_t tail;
   uint32_t* rows;
   uint32_t* weights;  // [rows][weights_per_row], or null
-  Report* report;     // for the first fault
+  Report* report;     // receives the first fault
 
-  // Set only for a combine in checked mode.
+  // The fields below are set only for a combine in checked mode.
   int32_t row_elements;
   uint32_t exponent;  // the bits that are all ones in NaN and infinity
   int32_t op;         // see Outcome::op

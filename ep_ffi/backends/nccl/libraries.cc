@@ -10,16 +10,16 @@
 namespace ep::nccl {
 namespace {
 
-// The supported versions.
+// The supported versions of NCCL and NCCL EP.
 //
 // Our structs and limits match NCCL EP 0.2.0. In a later version, for example,
 // the order of rows is fixed only if NCCL_EP_HT_EM_AG_SCAN_MODE is 1.
 //
-// NCCL EP 0.2.0 works with NCCL 2.30.7 only. Its host code passes ncclDevComm
-// by value, in the layout of the headers that NCCL EP was built with, but
-// compiles its kernels with the installed headers. From NCCL 2.31 on the struct
-// is larger, which shifts the arguments after it. With an NCCL before 2.30.7,
-// ncclEpCreateGroup terminates the process.
+// NCCL EP 0.2.0 works with NCCL 2.30.7 only. NCCL EP passes ncclDevComm by
+// value in the layout of the headers of its build, but compiles its kernels
+// with the installed headers. From NCCL 2.31 on the struct is larger, which
+// shifts the arguments after it. With an NCCL before 2.30.7, ncclEpCreateGroup
+// terminates the process.
 constexpr int kNccl = 23007;
 constexpr int kNcclEp = 200;
 
@@ -43,14 +43,14 @@ std::set<std::string> LoadedNccls() {
   return files;
 }
 
-// The name of a function in its library. It may differ from the name in the
-// source, because cuda.h renames some functions by macros.
+// Expands to the name that a function has in its library. cuda.h renames some
+// functions by macros, so this name may differ from the name in the source.
 #define EP_STRING(text) #text
 #define EP_SYMBOL(function) EP_STRING(function)
 
-// Opens the library `soname` if the process has loaded it, otherwise the file
-// `path`, otherwise `soname` on the system's search path. Never closes it,
-// because NCCL and NCCL EP leave threads and kernels behind.
+// Opens a library: the library `soname` that the process has loaded, otherwise
+// the file `path`, otherwise `soname` on the system's search path. Never closes
+// a library, because NCCL and NCCL EP leave threads and kernels behind.
 Status Open(const char* soname, const std::string& path, void** out) {
   *out = dlopen(soname, RTLD_NOW | RTLD_NOLOAD);
   if (!*out && !path.empty()) *out = dlopen(path.c_str(), RTLD_NOW);
@@ -63,8 +63,7 @@ Status Open(const char* soname, const std::string& path, void** out) {
                        "where they are"));
 }
 
-// Finds the functions of one library, which it loads when it looks for the
-// first one.
+// A lookup of functions in one library, which the first lookup loads.
 class Symbols {
  public:
   Symbols(const char* soname, const std::string& path)
@@ -72,7 +71,7 @@ class Symbols {
 
   template <typename Function>
   void Find(const char* name, Function* out) {
-    // A test defines the functions in the program itself.
+    // In a test, the program itself defines the functions.
     void* symbol = dlsym(RTLD_DEFAULT, name);
     if (!symbol && status_.ok() && !library_) {
       status_ = Open(soname_, path_, &library_);

@@ -14,8 +14,8 @@
 
 namespace ep::nccl {
 
-// The functions that this backend calls. //third_party/cuda:symbols_test parses
-// these lists.
+// The functions that this backend calls. symbols_test in //third_party/cuda
+// parses them.
 #define EP_CUDA_FUNCTIONS(F)   \
   F(cuCtxPopCurrent)           \
   F(cuCtxPushCurrent)          \
@@ -56,11 +56,10 @@ namespace ep::nccl {
   F(ncclEpInitHandle)           \
   F(ncclEpUpdateHandle)
 
-// The functions of NCCL, NCCL EP and the CUDA driver, which Load finds at run
-// time.
+// The functions of NCCL, NCCL EP and the CUDA driver, found at run time.
 //
-// A process must have only one NCCL, and JAX loads its own. So this backend
-// links none, and uses the NCCL that the process has loaded, if any.
+// A process must have only one NCCL, and JAX loads one. So this backend links
+// no NCCL, and uses the NCCL that the process has already loaded, if any.
 struct Libraries {
 #define EP_MEMBER(function) decltype(&::function) function;
   EP_CUDA_FUNCTIONS(EP_MEMBER)

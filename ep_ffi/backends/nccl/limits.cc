@@ -10,19 +10,19 @@ namespace {
 
 constexpr int64_t kMaxLocalExperts = 256;
 constexpr int64_t kMaxTopK = 32;
-constexpr int64_t kMaxSms = 16;         // NCCL EP's number of barriers
-constexpr int64_t kExpertMultiple = 4;  // of the experts of an NVLink domain
-constexpr int64_t kWidthMultiple = 8;   // elements per addition of combine
+constexpr int64_t kMaxSms = 16;         // barriers of NCCL EP
+constexpr int64_t kExpertMultiple = 4;  // divides the experts per NVLink domain
+constexpr int64_t kWidthMultiple = 8;   // elements that combine adds at a time
 constexpr int64_t kRowMultiple = 16;    // bytes per copy instruction
 
 // NCCL EP asserts that 22 bits can count the slots. Only the layouts of
-// NCCL_EP_HT_EM_LOCAL_DUP and NCCL_EP_HT_EM_NVLINK_DUP need this; our layout
-// has 32 bits.
+// NCCL_EP_HT_EM_LOCAL_DUP and NCCL_EP_HT_EM_NVLINK_DUP need this; the layout
+// that we use counts in 32 bits.
 constexpr int64_t kMaxCapacity = int64_t{1} << 22;
 
-// A thread block of NCCL EP's kernels processes kTokensPerSm or
-// kTokensAcrossNvlinks tokens together, keeps kMapStages maps of their slots,
-// and has at least kRowStages rows in flight.
+// A thread block of NCCL EP's kernels processes kTokensPerSm tokens together
+// (kTokensAcrossNvlinks with several NVLink domains), keeps kMapStages maps of
+// the tokens' slots, and has at least kRowStages rows in flight.
 constexpr int64_t kDefaultSms = 16;
 constexpr int64_t kTokensPerSm = 4;
 constexpr int64_t kTokensAcrossNvlinks = 64;
@@ -38,8 +38,8 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Returns the minimum bytes of shared memory for dispatch and combine, in the
-// directions with weights, which need more.
+// Returns the least shared memory, in bytes, for dispatch and combine. Assumes
+// weights, because the directions with weights need more memory.
 int64_t SharedBytes(const Sizes& s, int64_t nvlink_ranks) {
   const int64_t links = s.ep_size / nvlink_ranks;  // NVLink domains
   const bool far = links > 1;
@@ -74,13 +74,13 @@ int64_t GroupBytes(const Sizes& s, int64_t nvlink_ranks) {
   const int64_t row = s.max_row_bytes;
   const int64_t experts = s.num_local() * nvlink_ranks;
   const int64_t weights = experts * sizeof(float);
-  // Buffers for the tokens of all ranks in both directions, for the weights of
-  // slots in both directions, for unused scales of slots, and for a bitmap of
-  // the choices.
+  // Buffers for the tokens of all ranks in both directions, for slots' weights
+  // in both directions, for unused scales of slots, and for a bitmap of
+  // choices.
   int64_t bytes = kWorkspace + 2 * s.ep_size * tokens * row +
                   2 * s.capacity * weights + s.capacity * row +
                   s.ep_size * tokens * ((experts + 7) / 8) * links;
-  if (links > 1) {  // buffers of the network
+  if (links > 1) {  // buffers for the network
     const int64_t chunks = RoundUp(tokens, kTokensAcrossNvlinks);
     bytes += 2 * (links - 1) * (chunks + tokens) * (row + weights) +
              tokens * (row + s.num_experts * sizeof(float));
@@ -143,7 +143,7 @@ Status CheckMachine(const Sizes& s, const Machine& m) {
                   kExpertMultiple, "; take a multiple of ", kExpertMultiple,
                   " experts for each rank");
   }
-  // NCCL EP's kernels compute these products in 32 bits.
+  // NCCL EP's kernels compute these products of sizes in 32 bits.
   if (s.capacity * experts > std::numeric_limits<int32_t>::max() ||
       s.max_tokens * s.num_experts > std::numeric_limits<int32_t>::max()) {
     return Refuse(

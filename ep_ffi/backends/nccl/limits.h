@@ -15,7 +15,6 @@
 
 namespace ep::nccl {
 
-// The sizes of a group.
 struct Sizes {
   int64_t num_experts;
   int64_t ep_size;
@@ -25,7 +24,7 @@ struct Sizes {
   int64_t max_num_sms;  // 0: automatic
 
   int64_t num_local() const { return num_experts / ep_size; }
-  // Rounds up to a multiple of four, which every NVLink domain accepts.
+  // Rounds max_tokens up to a multiple of 4, which every NVLink domain accepts.
   int64_t max_dispatch_tokens() const { return (max_tokens + 3) / 4 * 4; }
 };
 
@@ -37,7 +36,7 @@ struct Machine {
   int64_t free_bytes;    // free memory of the GPU
 };
 
-// Return an error that names the limit, if the arguments exceed one.
+// Return an error that names the limit if the arguments exceed a limit.
 Status CheckSizes(const Sizes& sizes);
 Status CheckMachine(const Sizes& sizes, const Machine& machine);
 Status CheckLayer(const Sizes& sizes, const Layer& layer, int64_t num_tokens);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Tests that the backend refuses unsupported libraries, GPUs, sizes, layers,
-// rows and lent communicators.
+// rows and borrowed communicators.
 
 #include "ep_ffi/backends/nccl/limits.h"
 
@@ -23,7 +23,7 @@ using LimitsTest = NcclGroupTest;
 
 constexpr char kLimit[] = "NCCL EP's limit";
 
-// Expects that ranks cannot connect.
+// Expects that no rank can connect, with these words in each error.
 void ExpectRefused(const Sizes& sizes, const std::vector<std::string>& words) {
   std::vector<std::shared_ptr<NcclGroup>> groups;
   for (const Status& status :
@@ -78,8 +78,8 @@ TEST_F(LimitsTest, ACombineWithWeightsIsRefused) {
   }
 }
 
-// NCCL EP would terminate the process, fail at the first dispatch, or overflow
-// an integer.
+// Beyond these limits, NCCL EP would terminate the process, fail at the first
+// dispatch, or overflow an integer.
 TEST(CreateTest, LibrariesMachinesAndSizesBeyondTheLimitsAreRefused) {
   struct {
     std::vector<std::string> words;
@@ -107,7 +107,7 @@ TEST(CreateTest, LibrariesMachinesAndSizesBeyondTheLimitsAreRefused) {
       {{"device API", kLimit}, [](auto*, auto* m) { m->device_api = false; }},
       {{"2 ranks of an NVLink domain have 2 experts", kLimit},
        [](auto* s, auto* m) { s->num_experts = 4, m->nvlink_ranks = 2; }},
-      // NCCL EP's own functions return the numbers below.
+      // The byte counts below come from NCCL EP's own functions.
       {{"rows of 76688 bytes need 232704 bytes", kLimit},
        [](auto* s, auto*) { s->max_row_bytes = 76688; }},
       {{"rows of 58000 bytes need 232704 bytes", kLimit},
@@ -116,7 +116,7 @@ TEST(CreateTest, LibrariesMachinesAndSizesBeyondTheLimitsAreRefused) {
        [](auto* s, auto* m) {
          s->max_row_bytes = 1 << 16, m->shared_bytes = 101376;
        }},
-      // 32 MiB, 128 rows of tokens and slots, weights and a bitmap.
+      // The sum of 32 MiB, 128 rows of tokens and slots, weights and a bitmap.
       {{"needs 34082848 bytes of GPU memory beside JAX's, but 34082847",
         kLimit},
        [](auto*, auto* m) { m->free_bytes = 34082847; }},
@@ -199,7 +199,7 @@ class LentTest : public NcclGroupTest {
                    &lent_, shift);
   }
 
-  // Calls an op with a lent communicator, and returns the error message.
+  // Calls an op with a borrowed communicator, and returns the error message.
   std::string Call(int64_t rank, ncclComm_t communicator) {
     Site site = {};
     ep::Call call = {};
@@ -212,7 +212,7 @@ class LentTest : public NcclGroupTest {
     return result->message();
   }
 
-  std::vector<std::shared_ptr<Lent>> lent_;  // outlive the groups
+  std::vector<std::shared_ptr<Lent>> lent_;  // must outlive the groups
   std::vector<std::shared_ptr<NcclGroup>> groups_;
 };
 
@@ -251,7 +251,7 @@ TEST_F(LentTest, AnotherCommunicatorFailsTheGroup) {
     EXPECT_NE(std::string::npos,
               Call(0, other).find("lends another communicator"));
   }
-  // XLA would keep these communicators, because failed groups stay on them.
+  // Leaks the communicators, as XLA would, because failed groups use them.
   for (const auto& lent : lent_) new std::shared_ptr<Lent>(lent);
 }
 

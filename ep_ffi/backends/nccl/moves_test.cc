@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The conformance suite, and tests of the outputs and side effects of ops.
+// Runs the conformance suite, and tests the outputs and side effects of ops.
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ EP_INSTANTIATE_CONFORMANCE(Lent, LentNccl());
 
 using MovesTest = NcclGroupTest;
 
-// Each step copies its inputs, so each op gets `mem` at another address.
+// Each step copies its inputs, so each op gets EpHandle.mem at a new address.
 TEST_F(MovesTest, OpsOfTwoLayersAlternate) {
   const Domain domain = MakeDomain(kWorld);
   PlanDims other = kDims;
@@ -46,7 +46,7 @@ TEST_F(MovesTest, RoutingsWithoutTokensOrChoicesWork) {
   }
 }
 
-// The choices exceed one chunk and the capacity.
+// The choices fill several chunks of the kernels, and exceed the capacity.
 TEST_F(MovesTest, ManyChoicesOfFewExpertsWork) {
   const PlanDims dims = {
       /*num_experts=*/4, /*ep_size=*/2,    /*num_tokens=*/700,
@@ -81,7 +81,7 @@ TEST_F(MovesTest, OpsChangeOnlyTheScratchMemoryOfAHandle) {
   }
 }
 
-// Writing the tail takes time.
+// Writing the tail (the rows past the used slots) would take time.
 TEST_F(MovesTest, AnUnspecifiedTailIsNotWritten) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
@@ -102,7 +102,7 @@ TEST_F(MovesTest, AnUnspecifiedTailIsNotWritten) {
   }
 }
 
-// A launch takes some microseconds, a large part of a small op's time.
+// A kernel launch takes some microseconds, a large part of a small op's time.
 TEST_F(MovesTest, OpsEnqueueTheseKernelsOnly) {
   const Domain domain = MakeDomain(kWorld);
   using Names = std::vector<std::string>;

@@ -36,7 +36,7 @@ Status NcclRanks::Check() {
   return first_failure;
 }
 
-// Disconnecting is collective, so the ranks close in parallel.
+// Closes the ranks in parallel, because disconnecting is collective.
 Status NcclRanks::Close() {
   std::vector<std::thread> threads;
   for (const Rank& rank : ranks_) {

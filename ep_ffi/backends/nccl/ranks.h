@@ -26,11 +26,10 @@ class NcclRanks : public Group {
     std::shared_ptr<NcclGroup> group;
   };
 
-  // `ranks` is not empty.
+  // `ranks` must not be empty.
   explicit NcclRanks(std::vector<Rank> ranks) : ranks_(std::move(ranks)) {}
   ~NcclRanks() override { (void)Close(); }
 
-  // Returns the group of the i-th rank, or null if there is no such rank.
   NcclGroup* At(size_t i) const {
     return i < ranks_.size() ? ranks_[i].group.get() : nullptr;
   }
@@ -55,7 +54,7 @@ class NcclRanks : public Group {
     OnDevice(call.device)->Gather(std::move(call), args);
   }
 
-  // Has no effect, because XLA ends a stream with its program.
+  // Does nothing, because XLA ends the stream when it ends the program.
   void FailRun(int64_t, const Status&) override {}
   Status StartTrace(const std::string& path) override;
   Status StopTrace() override { return first().StopTrace(); }

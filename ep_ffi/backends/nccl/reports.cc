@@ -73,7 +73,7 @@ Status Reports::ToStatus(const Outcome& outcome, const Prepare& prepare) const {
                                 PlaceIndex(sizes_, domain_, outcome.rank),
                                 sizes_.ep_size));
     case Fault::kOverflow: {
-      const Status status =  // with a message that names the rank
+      const Status status =  // its message names the rank
           Overflow(outcome.rank, outcome.value, prepare.capacity);
       return Status(status.code(), StrCat(prepare.op, ": ", status.message()));
     }

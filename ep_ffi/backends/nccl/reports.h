@@ -26,8 +26,7 @@ inline int64_t PlaceIndex(const Sizes& sizes, int32_t domain, int32_t rank) {
 
 // The outcomes of ops. The device writes an outcome to a report, and the host
 // reads the report later. Each prepare has its own report until the host reads
-// it. All other ops share one report, which keeps their first fault until the
-// host reads it.
+// it. All other ops share one report, which keeps the first unread fault.
 //
 // Not thread-safe.
 class Reports {
@@ -47,7 +46,7 @@ class Reports {
   bool empty() const { return prepares_.empty(); }
   bool full() const { return prepares_.size() == kWindow; }
 
-  // Sets the report and the ticket of a new prepare.
+  // Sets `routing->report` and `routing->ticket` for a new prepare.
   void Begin(Routing* routing);
   // Adds the prepare called `op`, which was enqueued after Begin.
   void Add(const std::string& op, const Layer& layer);
@@ -55,9 +54,9 @@ class Reports {
   // Returns false if the prepare did not run within the timeout.
   bool TakeOldest(Status* out);
 
-  // Returns the report of the other ops.
+  // Returns the report that all ops except prepares share.
   Report* shared() const { return device_->report(kShared); }
-  // Returns the number of `op` in the shared report.
+  // Returns the number that identifies `op` in the shared report.
   int32_t NumberOf(const std::string& op);
   // Returns the fault in the shared report, and clears it.
   Status TakeShared();

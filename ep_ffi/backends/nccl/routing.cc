@@ -29,7 +29,7 @@ class Carver {
   int64_t size_ = 0;
 };
 
-// Returns the number of words that a rank sends.
+// Returns the number of words that a rank sends in the all-gather.
 int64_t NumSent(const Routing& r) { return r.num_experts + kWords; }
 
 Carver Carve(std::byte* mem, Routing* r) {
@@ -48,8 +48,8 @@ Carver Carve(std::byte* mem, Routing* r) {
   return carver;
 }
 
-// Hashes the sizes that must be equal in an op and its handle. Leaves out the
-// overflow policy: the first of two prepares may drop for a layer that fails.
+// Hashes the sizes that must be equal in an op and its handle. Leaves out
+// `drop`: a layer that fails on overflow may drop in the first of two prepares.
 uint64_t HashSizes(const Routing& r) {
   return Hash({r.num_experts, r.ep_size, r.num_choices, r.top_k, r.capacity,
                r.alignment});

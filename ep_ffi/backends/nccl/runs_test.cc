@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kRefused = -1;
 
-// An op that enters, and the expected step of its run, or kRefused.
+// A call of Runs::Enter for an op, and the expected step, or kRefused.
 struct Entry {
   int64_t run_id;
   std::string program;
@@ -19,7 +19,7 @@ struct Entry {
   int64_t step;
 };
 
-// Enters the ops, and returns the last error message.
+// Enters the ops, expects their steps, and returns the last error message.
 std::string ExpectSteps(const std::vector<Entry>& entries) {
   Runs runs;
   std::string message;
@@ -63,7 +63,7 @@ TEST(RunsTest, ARunThatContinuesAfterAnotherRunIsRefused) {
                {1, "train", 0, 0, kRefused}});
 }
 
-// XLA inlines a function that is called twice, as for two layers.
+// XLA inlines a function that two layers call, which copies the ops in it.
 TEST(RunsTest, CopiesOfAnOpBelongToOneRun) {
   ExpectSteps({{1, "train", 0, 0, 0},
                {1, "train", 0, 1, 0},
@@ -89,7 +89,7 @@ TEST(RunsTest, ARunMayCallExportedPrograms) {
                {1, "exported", 0, 0, kRefused}});
 }
 
-// Where XLA has no run id, all runs are one run.
+// Without run ids from XLA, all runs count as one run.
 TEST(RunsTest, RunsWithoutIdsAreNotRefused) {
   ExpectSteps(
       {{-1, "train", 0, 0, 0}, {-1, "eval", 0, 0, 0}, {-1, "train", 0, 0, 0}});
@@ -119,7 +119,7 @@ TEST_F(OrderTest, ARunThatInterleavesEnqueuesNoKernel) {
   }
 }
 
-// NCCL EP pairs the ops of two programs if their rows are alike.
+// NCCL EP pairs ops of two different programs if their rows are alike.
 TEST_F(OrderTest, RanksThatDispatchInOtherOrdersFailAtTheNextPrepare) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);

@@ -31,7 +31,7 @@ void Stamps::Add(TracedOp op, const Routing& routing, int64_t row_bytes) {
   Collect(/*all_have=*/false);
   enqueued_.push_back({std::move(op), routing.number, row_bytes});
   if (enqueued_.back().number - enqueued_.front().number < kRing) return;
-  enqueued_.pop_front();  // the next op overwrites its stamp
+  enqueued_.pop_front();  // the next op overwrites the oldest stamp
   trace_.Lose();
 }
 

@@ -36,18 +36,18 @@ class Stamps {
 
   // Gives the next op its stamp in the ring, if the trace is on.
   void Give(Routing* routing);
-  // Adds the op that was enqueued with this routing. Its rows have `row_bytes`.
+  // Adds the op that was enqueued with `routing` and rows of `row_bytes` bytes.
   void Add(TracedOp op, const Routing& routing, int64_t row_bytes);
 
-  // Writes the ended ops to the trace: all ops if `all_have`, otherwise the ops
-  // before the last op that has begun.
+  // Writes ops that have ended to the trace: all enqueued ops if `all_have`,
+  // otherwise the ops before the last op that has begun.
   void Collect(bool all_have);
 
   // Writes the file. Does nothing if the trace is off.
   Status Stop();
 
  private:
-  // More ops than a stream queues before the host must wait for the device.
+  // Number of stamps: more ops than a stream queues before the host must wait.
   static constexpr uint64_t kRing = 4096;
 
   struct Enqueued {
@@ -56,7 +56,6 @@ class Stamps {
     int64_t row_bytes;
   };
 
-  // Return the stamp and the counts of an op.
   Stamp* StampOf(uint64_t number) const;
   int32_t* CountsOf(uint64_t number) const;
   // Writes an ended op to the trace.

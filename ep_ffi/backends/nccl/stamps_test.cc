@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests the traces of ranks.
+// Tests the trace that each rank writes.
 
 #include <gtest/gtest.h>
 
@@ -22,7 +22,7 @@ std::vector<std::string> Lines(const std::string& path) {
   return lines;
 }
 
-// Returns the number that follows these words and `i` commas.
+// Returns the number that follows `words` and then `i` commas in `line`.
 double NumberAfter(const std::string& words, int64_t i,
                    const std::string& line) {
   size_t at = line.find(words) + words.size();
@@ -37,7 +37,7 @@ TEST_F(StampsTest, TheTraceOfARankHasItsTimesAndRows) {
       /*drop=*/true};
   const Domain domain = MakeDomain({dims});
   std::vector<std::string> paths;
-  (void)PrepareRandom(domain, dims);  // before the trace
+  (void)PrepareRandom(domain, dims);  // not traced
   for (int64_t rank = 0; rank < domain.size(); ++rank) {
     paths.push_back(StrCat(::testing::TempDir(), "/stamps.", rank));
     std::ofstream(paths.back()) << "{}\n";
@@ -48,7 +48,7 @@ TEST_F(StampsTest, TheTraceOfARankHasItsTimesAndRows) {
   ForEachRank(domain.size(), [&](int64_t rank) {
     ExpectOk(domain.groups[rank]->StopTrace());
   });
-  (void)PrepareRandom(domain, dims);  // after the trace
+  (void)PrepareRandom(domain, dims);  // not traced
 
   EXPECT_TRUE(routed.layout.Overflows(dims));
   const auto sum = [](const std::vector<int32_t>& values) {
@@ -56,7 +56,7 @@ TEST_F(StampsTest, TheTraceOfARankHasItsTimesAndRows) {
   };
   for (int64_t rank = 0; rank < domain.size(); ++rank) {
     SCOPED_TRACE(rank);
-    // Returns a list by rank, with `other` for the other ranks.
+    // Formats a list by rank: `own` for this rank, `other` for the other ranks.
     const auto list = [&](const std::string& own, const std::string& other) {
       std::vector<std::string> all(dims.ep_size, other);
       all[rank] = own;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests of ranks that are absent, late or fail. The other ranks stop waiting,
-// and the watchdog names the op.
+// Tests in which a rank is absent, is late or fails. The other ranks stop
+// waiting, and the watchdog names the op.
 
 #include <gtest/gtest.h>
 
@@ -36,7 +36,6 @@ class WatchdogTest : public NcclGroupTest {
   }
 };
 
-// Returns the lines with this word.
 std::vector<std::string> LinesWith(const std::string& word,
                                    const std::string& text) {
   std::vector<std::string> lines;
@@ -119,11 +118,11 @@ TEST_F(WatchdogTest, AStreamThatMakesProgressIsNotReported) {
     }
   });
   AwaitStreams(domain);
-  Sleep(2 * kTimeoutS);  // nor is an idle group reported
+  Sleep(2 * kTimeoutS);  // the watchdog does not report idle groups
   EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
 }
 
-// Each op is the last op of a group, with and without tokens.
+// Runs each op as the last op of a group, with and without tokens.
 TEST_F(WatchdogTest, EveryOpCountsItsEnd) {
   PlanDims empty = kDims;
   empty.num_tokens = 0;
@@ -233,7 +232,7 @@ constexpr int64_t kWindow = Reports::kWindow;
 
 using TimeoutTest = NcclGroupTest;
 
-// Expects that these three ranks time out, in parallel.
+// Expects, on three threads, that each of these ranks times out.
 void ExpectTimeouts(Step& step, const std::array<int64_t, 3>& ranks) {
   ForEachRank(ranks.size(), [&](int64_t i) {
     const Status status = step.Wait(ranks[i]);
@@ -260,7 +259,7 @@ TEST_F(TimeoutTest, ClosingWaitsForTheDevice) {
   }
 }
 
-// No rank calls Check, but a prepare is at most one window ahead of the device.
+// No rank calls Check, but the host may only be kWindow prepares ahead.
 TEST_F(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
   AllowLeaks();
   Domain domain = MakeImpatient();
@@ -359,7 +358,7 @@ TEST_F(TimeoutTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
 
 TEST(ConnectTimeoutTest, AnAbsentRankFailsTheOthersInTime) {
   AllowLeaks();
-  fake::TheMachine().timeout_s = 1;  // stops the thread that is left behind
+  fake::TheMachine().timeout_s = 1;  // ends the thread that is left behind
   NcclGroup::Options options = {};
   options.name = "world";
   options.sizes = SizesFor(kDims);

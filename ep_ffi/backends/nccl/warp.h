@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Collective functions of a warp: all 32 threads must call them, and all get
-// the same result.
+// Functions that all 32 threads of a warp must call; all get the same result.
 
 #ifndef EP_FFI_BACKENDS_NCCL_WARP_H_
 #define EP_FFI_BACKENDS_NCCL_WARP_H_
@@ -12,9 +11,9 @@ namespace ep::nccl {
 
 constexpr uint32_t kAllLanes = 0xffffffff;
 
-// Calls store(i, load(0) + ... + load(i - 1)) for each i < count, on the thread
-// that has called load(i) once. Returns the sum of all loads. In the fake, only
-// lane 0 gets the sum.
+// Computes prefix sums. For each i < count, one thread calls load(i) once, and
+// then store(i, load(0) + ... + load(i - 1)). Returns the sum of all loads; in
+// the fake, only lane 0 gets this sum.
 template <typename Load, typename Store>
 __device__ int32_t WarpScan(int32_t lane, int32_t count, Load load,
                             Store store) {

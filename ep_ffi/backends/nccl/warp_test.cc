@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests warp.h on 32 threads, which wait for each other in each shuffle.
+// Tests warp.h on 32 host threads, which wait for each other in each shuffle.
 
 #include <gtest/gtest.h>
 
@@ -23,14 +23,13 @@ namespace {
 using std::max;
 using std::min;
 
-// The threads of a warp.
+// A warp of 32 host threads.
 //
 // Thread-safe. The lock guarantees that `gathered_` has the values of one round
 // until all threads have returned them.
 class Warp {
  public:
-  // Waits until all threads have called AllGather, and returns the values by
-  // lane.
+  // Waits until all threads call AllGather, and returns the values by lane.
   std::array<int32_t, kWarp> AllGather(int32_t lane, int32_t value) {
     MutexLock lock(mutex_);
     const int64_t round = round_;

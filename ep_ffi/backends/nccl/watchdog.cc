@@ -67,7 +67,7 @@ void Watchdog::Update() {
 }
 
 void Watchdog::Watch() {
-  // Often enough to be punctual, and rarely enough to be cheap.
+  // Polls often enough to see a timeout early, and rarely enough to be cheap.
   const auto pause = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(std::min(timeout_s_ / 16, 1.0)));
   MutexLock lock(mutex_);

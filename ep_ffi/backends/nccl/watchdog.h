@@ -17,16 +17,16 @@ namespace ep::nccl {
 
 // A thread that reports the op in which a rank waits.
 //
-// NCCL EP's kernels wait for their peers without a timeout. The host may wait
-// for a result in XLA meanwhile, so no other code of this backend runs. Python
+// NCCL EP's kernels wait for their peers without a timeout. Meanwhile the host
+// may wait in XLA for a result, and runs no other code of this backend. Python
 // asks each rank for its position in the sequence of ops, and tells every rank
-// about the others (ep/_src/backends/nccl/peers.py).
+// about the other ranks (ep/_src/backends/nccl/peers.py).
 //
 // Thread-safe.
 class Watchdog {
  public:
-  // `rank` is a name. If no op makes progress for `timeout_s`, the thread
-  // prints a line; after another `exit_after_s` it terminates the process.
+  // `rank` is a name for messages. If no op makes progress for `timeout_s`, the
+  // thread prints a line; after `exit_after_s` more, it terminates the process.
   Watchdog(std::shared_ptr<const Device> device, std::string rank,
            double timeout_s, double exit_after_s);
   ~Watchdog() { Stop(); }
@@ -35,7 +35,7 @@ class Watchdog {
 
   // Gives the next op its number, which its kernels write to Progress.
   void Number(Routing* routing);
-  // Adds the op called `op`, which was enqueued with this number.
+  // Adds the op named `op`, which was enqueued with the number from Number.
   void Add(std::string op);
 
   // The position of this rank in the sequence of its ops.
@@ -44,7 +44,7 @@ class Watchdog {
     bool has_begun;    // whether the op after the ended ops has begun
     int64_t num_left;  // enqueued ops that have not ended
     double still_s;    // seconds since the last progress
-    std::string text;  // the predicate of a sentence about the rank
+    std::string text;  // predicate of a sentence about the rank
   };
   Place FindPlace();
   // Sets the sentence about the other ranks, or "", for later messages.
@@ -68,15 +68,14 @@ class Watchdog {
 
   mutable Mutex mutex_;
   CondVar changed_;  // an op was added, or the thread must stop
-  // The names of the ops that have not ended. The last one has the number
-  // `num_added_`.
+  // The names of the ops that have not ended; the last one is op `num_added_`.
   std::deque<std::string> ops_ EP_GUARDED_BY(mutex_);
   uint64_t num_added_ EP_GUARDED_BY(mutex_) = 0;
   std::string last_ended_ EP_GUARDED_BY(mutex_);
   Progress progress_ EP_GUARDED_BY(mutex_) = {};
   double moved_at_ EP_GUARDED_BY(mutex_);
   std::string heard_ EP_GUARDED_BY(mutex_);
-  bool is_told_ EP_GUARDED_BY(mutex_) = false;  // since the last progress
+  bool is_told_ EP_GUARDED_BY(mutex_) = false;  // printed since last progress
   bool is_stopped_ EP_GUARDED_BY(mutex_) = false;
 
   std::thread thread_;  // last, because it uses the other members

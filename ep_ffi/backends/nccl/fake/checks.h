@@ -16,7 +16,7 @@ namespace ep::nccl::fake {
 
 void RecordViolation(const std::string& sentence);
 
-// Checks that one call of a function meets the contract of the real library.
+// A check that one call of a function meets the contract of the real library.
 // Records each unmet requirement as a violation.
 class Contract {
  public:
@@ -43,12 +43,11 @@ class Contract {
   bool kept_ = true;
 };
 
-// Returns whether this thread is inside an FFI handler.
 bool IsInHandler();
 // Returns whether these bytes are in the handler's EpHandle.mem.
 bool HandlerMemHolds(const void* begin, size_t bytes);
 
-// The objects of a type that exist.
+// All existing objects of one type.
 //
 // Thread-safe.
 template <typename T>

@@ -18,8 +18,8 @@
 
 namespace ep::nccl::fake {
 
-// The ranks of a communicator. The n-th exchange of a rank meets the n-th
-// exchange of every other rank.
+// A clique: the ranks of a communicator. The n-th exchange of a rank meets the
+// n-th exchange of every other rank.
 //
 // Thread-safe; each rank calls from a separate thread. The lock guarantees that
 // an exchange is pending exactly until its last rank joins.
@@ -32,7 +32,7 @@ class Clique {
 
   struct Exchanged {
     uint64_t number = 0;  // unique among the exchanges of all cliques
-    std::vector<const void*> contributions;  // by rank
+    std::vector<const void*> contributions;  // one per rank
 
     template <typename T>
     const T& From(int rank) const {
@@ -41,18 +41,16 @@ class Clique {
   };
 
   // Waits until all ranks have joined their next exchange. Contributions stay
-  // valid until the exchange after that. Returns false if this rank was
-  // aborted, or after a violation: ranks with different purposes, or an absent
-  // rank.
+  // valid until the following exchange. Returns false if this rank was aborted,
+  // or after a violation: ranks with different purposes, or an absent rank.
   bool Exchange(int rank, const std::string& purpose, const void* mine,
                 Exchanged* exchanged);
 
-  // Makes this rank stop waiting. The other ranks continue to wait, as with
-  // NCCL.
+  // Makes this rank stop waiting. As with NCCL, the other ranks still wait.
   void Abort(int rank);
 
  private:
-  // The lock of the clique guards it.
+  // The state of a pending exchange, guarded by the lock of the clique.
   struct Rendezvous {
     uint64_t number = 0;
     std::map<int, std::string> purposes;  // by rank that has joined
@@ -65,14 +63,14 @@ class Clique {
 
   Mutex mutex_;
   CondVar changed_;
-  std::vector<uint64_t> next_ EP_GUARDED_BY(mutex_);  // exchange, by rank
+  std::vector<uint64_t> next_ EP_GUARDED_BY(mutex_);  // next exchange, by rank
   std::vector<bool> aborted_ EP_GUARDED_BY(mutex_);   // by rank
   // The exchanges that only some ranks have joined, by number.
   std::map<uint64_t, std::shared_ptr<Rendezvous>> pending_
       EP_GUARDED_BY(mutex_);
 };
 
-// A rank of a clique. Its enqueued tasks share the object.
+// A rank of a clique. The enqueued tasks of the rank share this object.
 //
 // Thread-safe. The lock guarantees that all unfinished tasks are on one stream.
 class Member {
@@ -90,7 +88,6 @@ class Member {
   static ncclResult_t Enqueue(std::shared_ptr<Member> member,
                               Contract& contract, CUstream stream,
                               std::function<void()> task);
-  // Returns whether there are unfinished tasks.
   bool IsBusy();
 
  private:
@@ -99,7 +96,7 @@ class Member {
   const int device_;
 
   Mutex mutex_;
-  CUstream stream_ EP_GUARDED_BY(mutex_) = nullptr;  // of the latest task
+  CUstream stream_ EP_GUARDED_BY(mutex_) = nullptr;  // of the last task
   int num_tasks_ EP_GUARDED_BY(mutex_) = 0;
 };
 
@@ -107,7 +104,7 @@ class Member {
 
 struct ncclComm {
   std::shared_ptr<ep::nccl::fake::Member> member;
-  int num_groups = 0;  // groups of NCCL EP
+  int num_groups = 0;  // NCCL EP groups on this communicator
 };
 
 #endif  // EP_FFI_BACKENDS_NCCL_FAKE_COMMUNICATOR_H_

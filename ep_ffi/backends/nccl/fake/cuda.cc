@@ -275,7 +275,7 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule module,
   return CUDA_SUCCESS;
 }
 
-// Grids have one dimension.
+// Ignores the y and z dimensions, because our grids have only one dimension.
 CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned,
                         unsigned, unsigned block_x, unsigned, unsigned,
                         unsigned, CUstream stream, void** parameters, void**) {

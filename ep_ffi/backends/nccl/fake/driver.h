@@ -29,18 +29,16 @@ struct CUctx_st {
 struct CUstream_st {
  public:
   explicit CUstream_st(CUcontext context);
-  // Waits for all tasks and stops the thread. The object is never freed,
-  // because a thread that the backend left behind after a timeout may still use
-  // it.
+  // Waits for all tasks and stops the thread. Leaks the object, because a
+  // thread left behind after a timeout may still use it.
   void Close();
   bool IsClosed();
 
   CUcontext context() const { return context_; }
-  // `name` is the name of a kernel or of the caller.
+  // Enqueues a task; `name` is the name of a kernel or of the caller.
   void Enqueue(const std::string& name, std::function<void()> task);
-  // Returns the names that were enqueued since the last call.
+  // Returns the names of the tasks that were enqueued since the last call.
   std::vector<std::string> TakeNames();
-  // Waits until all tasks have run.
   void Synchronize();
 
  private:
@@ -62,15 +60,14 @@ size_t CountRetainedContexts();
 // Returns the context that is current on this thread, or null.
 CUcontext CurrentContext();
 
-// Requires a current context, and that no handler calls the function, which
-// waits or allocates. Returns whether the contract was kept.
+// Requires a current context and a call outside FFI handlers, because the
+// function waits or allocates. Returns whether the call meets the contract.
 bool MayWait(Contract contract);
 // Requires that the context of this device is current.
 void RequireContext(Contract& contract, int device);
 // Requires that the stream exists and belongs to the current context.
 void RequireStream(Contract& contract, CUstream stream);
 
-// Returns whether the backend has a kernel of this name.
 bool HasKernel(const std::string& name);
 // Copies the parameters, as a launch does, and returns a function that runs the
 // kernel on `num_blocks` blocks of threads.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A fake of the CUDA driver, NCCL and NCCL EP. It works on host memory, and the
-// ranks are threads of one process.
+// A fake of the CUDA driver, NCCL and NCCL EP. The fake works on host memory,
+// and ranks are threads of one process.
 //
 // The fake defines the functions of libraries.h with their real names and
 // headers. A test links the fake with -rdynamic, so the backend finds the
@@ -26,20 +26,19 @@
 
 namespace ep::nccl::fake {
 
-// The properties of the machine. A test may change them before it creates
-// groups.
+// The properties of the machine. Tests change them before they create groups.
 struct Machine {
   int num_devices = 8;
   int compute_capability_major = 9;
-  int shared_bytes = 232448;            // of a thread block
-  size_t free_bytes = size_t{1} << 40;  // of a device
+  int shared_bytes = 232448;            // per thread block
+  size_t free_bytes = size_t{1} << 40;  // per device
   int nvlink_ranks = 0;                 // per NVLink domain; 0: all ranks
-  bool device_api = true;               // of NCCL
+  bool device_api = true;               // whether NCCL has a device API
   int nccl_version = 23007;
   int nccl_ep_version = 200;
-  // A rank that waits longer for other ranks is a violation.
+  // The longest time that a rank may wait for other ranks without a violation.
   double timeout_s = 30;
-  // The name of a function that returns an error code on `failing_device`.
+  // A function of this name returns an error code on `failing_device`.
   std::string failing;
   int failing_device = 0;
 };
@@ -47,29 +46,28 @@ struct Machine {
 Machine& TheMachine();
 
 // Bytes of scratch memory at the end of a handle's memory. Each dispatch and
-// combine overwrites them, and none reads bytes that another op has written.
+// combine overwrites these bytes. No op reads bytes of another op.
 constexpr int64_t kScratchBytes = 1024;
 
 // Removes and returns all violations, in order.
 std::vector<std::string> TakeViolations();
 
-// The number of existing objects by kind. A context counts as often as it is
-// retained.
+// The number of live objects by kind. A context counts once per retain.
 using Resources = std::map<std::string, size_t>;
 Resources CountResources();
 
-// Creates a stream. Its destructor waits for the enqueued tasks.
+// Creates a stream, whose destructor waits for the enqueued tasks.
 std::shared_ptr<CUstream_st> NewStream(int device);
 void Synchronize(CUstream stream);
-// Enqueues a task that is no call of the libraries.
+// Enqueues a task of the test, which is no call of a library.
 void Enqueue(CUstream stream, std::function<void()> task);
-// Returns the names of the kernels and functions that were enqueued since the
-// last call.
+// Returns the names of the kernels and functions that were enqueued on the
+// stream since the last call.
 std::vector<std::string> TakeEnqueued(CUstream stream);
 
-// Marks this thread as inside an FFI handler with this EpHandle.mem, during the
-// object's lifetime. A handler must neither wait nor allocate, and must open
-// handles of NCCL EP in these bytes.
+// A scope in which this thread counts as inside an FFI handler with this
+// EpHandle.mem. A handler must neither wait nor allocate, and must open handles
+// of NCCL EP in these bytes.
 class InHandler {
  public:
   InHandler(const void* mem, size_t bytes);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Compiles kernels.cu for the host, with the CUDA functions that it calls in
-// plain C++, and makes a table of its kernels.
+// Compiles kernels.cu for the host, with plain C++ instead of the CUDA
+// functions that the kernels call, and makes a table of the kernels.
 
 #include <algorithm>
 #include <atomic>
@@ -27,7 +27,7 @@ struct Index {
 
 thread_local Index blockIdx, threadIdx, blockDim, gridDim;
 
-// Not atomic, because a launch runs its threads one after another.
+// Needs no atomic access, because a launch runs its threads one after another.
 template <typename T>
 T atomicMax(T* address, T value) {
   return std::exchange(*address, std::max(*address, value));
@@ -42,8 +42,8 @@ using std::min;
 
 #include "ep_ffi/backends/nccl/kernels.h"
 
-// Replaces the clock and warp.h, which warp_test tests. Here lane 0 of a warp
-// calls store() for all lanes, and each lane computes the result alone.
+// Replaces the GPU's clock, and warp.h, which warp_test tests. Here lane 0 of a
+// warp calls store() for all lanes, and each lane computes the result alone.
 #define EP_NCCL_IS_FAKE
 
 namespace ep::nccl {
@@ -86,7 +86,7 @@ int32_t WarpFind(int32_t, int32_t count, Is is) {
 #include "ep_ffi/backends/nccl/kernels.cu"
 
 // The host reads reports and counts while the device writes them. Volatile
-// accesses suffice on a GPU but are a data race in C++.
+// accesses suffice on a GPU, but C++ calls them a data race.
 extern "C" const char* __tsan_default_suppressions() {
   return "race:^WriteReport$\nrace:^CountOp$\nrace:Device::ReadProgress\n";
 }
@@ -95,7 +95,7 @@ namespace ep::nccl::fake {
 namespace {
 
 // Runs the threads of a launch, in reverse order if `backwards`. A kernel that
-// depends on the order of its threads then fails in some test.
+// depends on the order of threads then fails in some test.
 void RunGrid(unsigned num_blocks, unsigned block_size, bool backwards,
              const std::function<void()>& thread) {
   gridDim.x = num_blocks;

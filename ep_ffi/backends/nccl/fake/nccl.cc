@@ -22,7 +22,7 @@
 namespace ep::nccl::fake {
 namespace {
 
-// Returns the clique of an id. Forgets the id after the call of the last rank.
+// Returns the clique of an id. Forgets the id when the last rank has called.
 std::shared_ptr<Clique> CliqueOf(const ncclUniqueId& id, int size) {
   struct Forming {
     std::shared_ptr<Clique> clique;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Groups and handles of the fake NCCL EP. The fake implements the
-// high-throughput algorithm with the expert-major layout. Its checks match the
-// assertions, traps and undetected errors of version 0.2.0.
+// high-throughput algorithm with the expert-major layout. The checks of the
+// fake match the assertions, traps and silent errors of 0.2.0.
 
 #include "ep_ffi/backends/nccl/fake/nccl_ep.h"
 
@@ -111,7 +111,7 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
   contract.Require(TheMachine().device_api, "NCCL has no device API");
   RequireConfig(contract, *config, size,
                 nvlink_ranks > 0 ? nvlink_ranks : size);
-  // Ranks with different settings would call for different purposes.
+  // The name of the exchange has all settings, on which ranks must agree.
   std::vector<const ncclEpGroupConfig_t*> configs;
   uint64_t id = 0;
   if (!ExchangeAll(member,

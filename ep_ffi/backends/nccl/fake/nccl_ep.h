@@ -25,7 +25,7 @@ struct ncclEpGroup {
   uint64_t id;  // equal on all ranks
   std::atomic<int> num_handles{0};
 
-  // Returns the sizes of the group, without the sizes of a routing.
+  // Returns the sizes of the group. The sizes of a routing stay zero.
   ep::PlanDims dims() const {
     ep::PlanDims dims = {};
     dims.num_experts = config.num_experts;
@@ -87,7 +87,7 @@ bool ExchangeAll(Member& member, const std::string& purpose, const T* mine,
   return true;
 }
 
-// Requires a struct that was initialized by the macro of its header.
+// Requires that the caller initialized a struct by the macro of its header.
 template <typename Struct>
 bool RequireStruct(Contract& contract, const std::string& name,
                    const Struct* given) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The collectives of the fake NCCL EP. Each checks its arguments in the call,
-// and computes in the stream.
+// The collectives of the fake NCCL EP. Each collective checks its arguments
+// when it is called, and computes its result in the stream.
 
 #include <nccl.h>
 #include <nccl_ep.h>
@@ -28,7 +28,7 @@ namespace {
 
 using testing::IsScatter;
 
-// Reads a descriptor of rows that dispatch and combine accept.
+// Reads a descriptor of rows, as dispatch and combine require it.
 Tensor OpenRows(Contract& contract, const std::string& name,
                 const ncclEpTensor_t* given, const ncclEpGroup& group) {
   const Tensor rows = OpenTensor(contract, name, given, 2,
@@ -52,8 +52,7 @@ DType DTypeOf(ncclDataType_t type) {
   }
 }
 
-// Copies a rank's choices to the handle's memory, and replaces invalid ones by
-// -1.
+// Copies a rank's choices to the handle's memory, with -1 for invalid choices.
 void CopyChoices(Contract& contract, const ncclEpGroup& group,
                  const Tensor& topk_idx, int64_t* out) {
   for (int64_t t = 0; t < topk_idx.rows; ++t) {
@@ -70,11 +69,10 @@ void CopyChoices(Contract& contract, const ncclEpGroup& group,
   }
 }
 
-// The routings of all ranks.
 using Routings = std::vector<const Routing*>;
 
-// Returns the layout of a routing that is not empty on `rank`. `dims` has the
-// sizes of the group, and gets the sizes of the routing.
+// Returns the layout of the ranks' routings, which must not be empty on `rank`.
+// `dims` has the sizes of the group, and gets the sizes of the routing.
 testing::Layout LayOut(const Routings& routings, int32_t rank, PlanDims* dims) {
   dims->num_tokens = routings[rank]->num_tokens;
   dims->top_k = routings[rank]->num_topk;
@@ -88,8 +86,8 @@ testing::Layout LayOut(const Routings& routings, int32_t rank, PlanDims* dims) {
   return testing::LayOut(*dims, choices);
 }
 
-// The inputs and outputs of one rank. Dispatch reads rows of tokens and writes
-// rows of slots, and combine the reverse. Weights may be null.
+// The inputs and outputs of one rank. Dispatch reads token rows and writes
+// slots; combine reads slots and writes token rows. Weights may be null.
 struct Transfer {
   const Routing* routing;
   const std::byte* rows;
@@ -98,8 +96,8 @@ struct Transfer {
   float* out_weights;
 };
 
-// Writes the outputs of `rank`, without the tail. Rounds each sum once, unlike
-// NCCL EP.
+// Writes the outputs of `rank`, without the rows past the used slots. Rounds
+// each sum once, unlike NCCL EP.
 void Run(Op op, const std::vector<const Transfer*>& ranks, int32_t rank,
          PlanDims dims, const testing::RowType& type) {
   const Transfer& mine = *ranks[rank];
@@ -164,8 +162,7 @@ bool IsZero(const ncclEpHandle& handle) {
                      [](std::byte byte) { return byte == std::byte{0}; });
 }
 
-// Writes different bytes to a handle's scratch memory at each call, never
-// zeros.
+// Writes nonzero bytes to a handle's scratch memory, other bytes at each call.
 void OverwriteScratch(const ncclEpHandle& handle) {
   static std::atomic<int> last{0};
   std::memset(handle.mem + handle.bytes - kScratchBytes, 1 + ++last % 255,
@@ -176,7 +173,7 @@ void OverwriteScratch(const ncclEpHandle& handle) {
 struct Move {
   Op op;
   std::string name;
-  int64_t num_tokens;  // of the op's arguments
+  int64_t num_tokens;  // token rows in the op's arguments
   testing::RowType type;
 };
 
@@ -226,7 +223,6 @@ struct Sides {
   const ncclEpTensor_t *slots, *slot_weights;
 };
 
-// Checks the descriptors, and enqueues the call.
 ncclResult_t EnqueueMove(Contract& contract, const ncclEpHandle& handle, Op op,
                          const Sides& sides, cudaStream_t stream) {
   const ncclEpGroup& group = *handle.group;

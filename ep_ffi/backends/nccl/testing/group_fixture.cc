@@ -20,11 +20,10 @@ namespace {
 
 constexpr int64_t kMaxRowBytes = 4096;
 
-// The rows of a group beyond the capacity of the suite's layers.
+// Receive rows of a group beyond the capacity of the tests' layers.
 constexpr int64_t kMoreRows = 8;
 
-// Waits until the threads that earlier tests left behind destroy no more
-// objects.
+// Waits until threads left over from earlier tests destroy no more objects.
 void AwaitThreadsOfEarlierTests() {
   fake::Resources now;
   while (now != fake::CountResources()) {
@@ -33,7 +32,7 @@ void AwaitThreadsOfEarlierTests() {
   }
 }
 
-// Checks after each test that there are no violations and no leaks.
+// A listener that checks that each test leaves no violations and no leaks.
 class FakeChecker : public ::testing::EmptyTestEventListener {
  public:
   static void AllowLeaks() { leaks_allowed_ = true; }

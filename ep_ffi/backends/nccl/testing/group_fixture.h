@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The nccl backend over the fake. Ranks are threads, devices are numbers, and a
-// violation fails the test; see fake.h.
+// Fixtures that test the nccl backend over fake libraries. Ranks are threads,
+// GPUs are numbers, and a violation fails the test; see fake.h.
 
 #ifndef EP_FFI_BACKENDS_NCCL_TESTING_GROUP_FIXTURE_H_
 #define EP_FFI_BACKENDS_NCCL_TESTING_GROUP_FIXTURE_H_
@@ -51,7 +51,7 @@ Sizes SizesFor(const PlanDims& dims);
 // Opens a device with one report.
 std::shared_ptr<Device> OpenDevice(int32_t ordinal);
 
-// A communicator that a test lends to a rank, in the role of XLA.
+// A communicator that a rank borrows from the test, instead of from XLA.
 class Lent {
  public:
   // Collective over the ranks of `id`.
@@ -78,20 +78,18 @@ std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
 std::vector<std::shared_ptr<NcclGroup>> ConnectAll(
     double timeout_s, std::vector<std::shared_ptr<Lent>>* lent = nullptr);
 
-// Expects that each element is NaN.
 void ExpectNan(const RowType& type, const testing::RankData& data);
 
 // Describe the backend for the conformance suite: with a process per GPU, and
-// with one process for all GPUs, over lent communicators.
+// with one process for all GPUs, which borrows communicators.
 testing::Backend FakeNccl();
 testing::Backend LentNccl();
 
-// The base class of tests of this backend alone.
+// The base class of tests that only the nccl backend passes.
 class NcclGroupTest : public testing::BackendTest {
  protected:
   NcclGroupTest() : BackendTest(FakeNccl()) {}
 
-  // Makes a domain with a timeout of one second.
   Domain MakeImpatient() {
     WorldOptions options = kWorld;
     options.timeout_s = 1;
