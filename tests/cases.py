@@ -38,7 +38,7 @@ class Case:
   """A layer, a routing for it, and a source of arrays that fit both.
 
   Args:
-    routing: a name in ROUTINGS, or the choices themselves.
+    routing: a name in ROUTINGS, or an array of expert ids.
     lead: shape of one rank's tokens, without the hidden size.
     hidden: the hidden size.
     whole: whether to draw small positive whole numbers, which float32
@@ -91,7 +91,7 @@ class Case:
     return self._numbers((*self._lead, self._hidden), dtype)
 
   def rows(self, dtype=jnp.float32):
-    """Draws rows `[R, C, H]`, including the rows past the last token's."""
+    """Draws rows `[R, C, H]`, including the unused rows at the end."""
     return self._numbers((*self._received, self._hidden), dtype)
 
   def weights(self, dtype=jnp.float32):
@@ -174,7 +174,7 @@ def global_view(layer, fn):
 
 
 def _prepare(layer, routing):
-  """Calls `ep_prepare` with the ids alone, or a tuple of its arguments."""
+  """Calls `ep_prepare` with `routing`: expert ids, or a tuple of arguments."""
   routing = routing if isinstance(routing, tuple) else (routing,)
   return ep.ep_prepare(layer, *routing)
 
@@ -224,7 +224,7 @@ def lower(*claims, view=global_view, platforms=None):
 
 def exchanges(compiled):
   """Returns the sorted names of ep's exchanges in a compiled program."""
-  # Two custom calls make buffers; all others exchange rows.
+  # ep_unwritten and ep_retyped make buffers; other custom calls exchange rows.
   call = r'custom_call_target="(?!ep_unwritten|ep_retyped)'
   # backend="xla" exchanges counts, or rows [P, n, H], by XLA's collectives.
   counts = r' all-gather\(.*op_name="[^"]*/(?=ep_prepare\[)'
@@ -274,7 +274,7 @@ def _rounded(wire, rows):
 
 
 def rounded(wire, rows):
-  """Returns the rows after a round trip through the narrow dtype `wire`."""
+  """Returns the rows after a round trip through the fp8 transport `wire`."""
   return np.asarray(_rounded(wire, rows))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a pytest process one rank of a process layout; every test imports it.
+"""Puts a pytest process into a process layout; every test imports this module.
 
 A layout is named processes x devices per process. A test file runs in any:
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import quick_compiler
 
-# Plain pytest runs as 1x4.
+# Plain pytest runs one process with four devices (1x4).
 if "JAX_COORDINATOR_ADDRESS" not in os.environ:
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ["XLA_FLAGS"] = (
@@ -61,14 +61,14 @@ TIMEOUT_S = 20.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  """Adds options for the length of tests; defaults depend on the processes."""
+  """Adds options for test lengths; defaults depend on the process count."""
 
   def option(name, one, four, more=0):
     count = jax.process_count()
     default = one if count == 1 else four if count <= 4 else more
     parser.addoption(name, type=int, default=default)
 
-  # Each process computes all expected values, so several check fewer cases.
+  # Each process computes all expected values, so 4 processes check fewer cases.
   option("--fuzz_cases", 300, 60)
   option("--fuzz_first", 0, 0)
   option("--fuzz_seed", 0, 0)

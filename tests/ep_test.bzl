@@ -12,8 +12,8 @@ QUICK_AND_ALIKE = {
 # Bazel's limits for a test of each size, in seconds.
 _LIMITS = {"small": 60, "medium": 300, "large": 900}
 
-# platform is JAX's name of it; backend sets EP_TEST_BACKEND for a backend that
-# is not the platform's default; tags are JAX's.
+# platform: JAX's name of the platform. backend: EP_TEST_BACKEND, unless it is
+# the platform's default. tags: the test tags that JAX's own repository uses.
 _VARIANTS = {
     "cpu": struct(platform = "cpu", backend = {}, deps = [], tags = []),
     "gpu": struct(

@@ -40,7 +40,7 @@ def not_with_xla(reason):
   return pytest.mark.skipif(BACKEND == "xla", reason=f"xla: {reason}")
 
 
-# Marks a test that several processes would only repeat. Each GPU has a process.
+# Marks tests that more processes only repeat. On GPUs, each rank is a process.
 of_one_process = pytest.mark.skipif(
   jax.process_count() > 1 and not GPU, reason="one process suffices"
 )
@@ -51,7 +51,7 @@ has_no_limits = pytest.mark.skipif(
 
 
 def bootstrap(mesh, **overrides):
-  """Returns a new group with the sizes above; the caller finalizes it."""
+  """Returns a new group with sizes T, H, E and K; the caller finalizes it."""
   options = dict(
     num_experts=E,
     max_tokens_per_rank=T,

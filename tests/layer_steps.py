@@ -155,7 +155,6 @@ def assert_same_bits(actual, expected):
 
 
 def assert_close(actual, expected, rtol, atol):
-  """Fails unless two trees of whole arrays are close."""
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), actual, expected
   )

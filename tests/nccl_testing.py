@@ -46,7 +46,7 @@ def rank_threads(
 
 
 class HostEngine(NcclConnection):
-  """Lowers like "nccl", calls the host engine, and checks NCCL EP's limits."""
+  """A host engine that is lowered like "nccl", and checks NCCL EP's limits."""
 
   borrows = False
 

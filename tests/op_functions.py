@@ -86,7 +86,6 @@ def block(ops, tokens, weights, *_):
 
 
 def block_and_back(ops, tokens, weights, g):
-  """Returns `block` and its gradients."""
   out, vjp = jax.vjp(lambda *x: block(ops, *x), tokens, weights)
   return out, vjp(g)
 

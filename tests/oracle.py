@@ -21,7 +21,7 @@ class Differentiated(Exception):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-  """Has the methods of `Ops`, and applies the reference to each EP domain.
+  """An implementation of `Ops` that applies the reference to each EP domain.
 
   The methods take NumPy arrays. As an argument of a jitted function the oracle
   is traced; its methods then take JAX arrays and are differentiable.

@@ -10,7 +10,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 # XLA's defaults, for a process whose flags select QUICK.
 OPTIMIZED = {"xla_backend_optimization_level": 3}
 
-# Newer versions have one fusion emitter, and reject the option.
+# Newer jaxlib versions have one fusion emitter, and reject the option.
 if tuple(map(int, version.__version__.split(".")[:2])) < (0, 11):
   QUICK["xla_cpu_use_fusion_emitters"] = False
   OPTIMIZED["xla_cpu_use_fusion_emitters"] = True

@@ -65,9 +65,9 @@ def test_with_xla_communicators_a_process_may_have_several_gpus(monkeypatch):
 def test_ranks_connect_with_the_id_of_their_domain(
   monkeypatch, me, capacity, communicator
 ):
-  """Rank 0 of a domain makes the domain's id, which no other domain uses.
+  """Rank 0 of each EP domain creates an NCCL id for its domain only.
 
-  With XLA's communicators there is no id.
+  With XLA's communicators there is no NCCL id.
   """
   is_own = communicator == "own"
   monkeypatch.setenv("EP_NCCL_COMMUNICATOR", communicator)
@@ -132,7 +132,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
   ]:  # `join` reports the error to the other processes.
     with pytest.raises(ValueError, match=message):
       NcclBackend().connect(dataclasses.replace(group, **unknown), join)
-  # The group's default capacity, which layers inherit, is the worst case's.
+  # Layers inherit the group's default capacity: the worst-case number of rows.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved
   assert made == dict(
@@ -185,7 +185,7 @@ def test_processes_agree_on_ep_nccl_communicator(monkeypatch):
 def test_the_library_fits_the_plugin_of_jax(
   tmp_path, monkeypatch, plugins, wheels, found
 ):
-  """The user may have wheels for both versions of CUDA, but one plugin."""
+  """A user may have ep wheels for CUDA 12 and 13, but has one CUDA plugin."""
   for version in plugins:
     (tmp_path / f"jax_cuda{version}_plugin").mkdir()
     monkeypatch.delitem(sys.modules, f"jax_cuda{version}_plugin", False)
@@ -366,7 +366,7 @@ def test_prepare_refuses_a_compiler_that_fails(machine):
   "version, words", [(23203, "2.32.3"), (23006, "2.30.6")]
 )
 def test_prepare_refuses_headers_of_another_nccl(machine, version, words):
-  """NCCL EP's kernels would read their arguments at wrong addresses."""
+  """With wrong headers, NCCL EP's kernels would misread their arguments."""
   wheels(machine)
   write_nccl_header(machine / NCCL_INCLUDE, version)
   assert_refused(words, "nvidia-nccl-cu13==2.30.7", "BUILD_INCLUDE_DIR")
@@ -391,17 +391,17 @@ def kernels(machine):
 
 
 def foreign(place):
-  """Returns a replacement for `_owner` by which another user owns `place`."""
+  """Returns a fake `_owner` that reports another user as owner of `place`."""
   return lambda path: os.geteuid() + (path == place)
 
 
 def refused(machine, *words):
-  """Checks that `prepare` refuses the folder of kernels, and names a cure."""
+  """Checks that `prepare` refuses the kernel cache, and names a cure."""
   return assert_refused(str(kernels(machine)), "NCCL_EP_JIT_CACHE_DIR", *words)
 
 
 def test_a_cached_compile_failure_is_refused(machine):
-  """NCCL EP terminates the process when it finds such a failure's file."""
+  """NCCL EP terminates a process that finds compile.failed in the cache."""
   wheels(machine)
   good, bad = kernels(machine) / "good", kernels(machine) / "bad"
   good.mkdir(parents=True)

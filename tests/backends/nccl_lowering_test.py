@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lowering of "nccl" is correct with the host engine instead of NCCL EP.
+"""Tests the lowering of backend="nccl" with the host engine instead of NCCL EP.
 
-The engine gets NCCL EP's arguments, and XLA gets the programs for GPUs.
+The host engine gets the arguments for NCCL EP. XLA gets the programs for GPUs.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def test_fp8_rows_arrive_with_their_scales(case):
 
 
 def test_the_calls_alone_are_on_the_stream_of_collectives(case):
-  """Each call is in a separate function, which XLA does not inline."""
+  """Each custom call is in a separate function, which XLA does not inline."""
   lowered = lower((case, everything, *case.inputs()))
   text = lowered.compiler_ir("hlo").as_hlo_text()
   annotated = [x for x in text.splitlines() if "_xla_stream_annotation" in x]
@@ -66,7 +66,7 @@ def test_the_calls_alone_are_on_the_stream_of_collectives(case):
 
 
 def test_the_program_names_the_communicators_to_borrow(case, monkeypatch):
-  """The engine decodes these attributes, and ignores them."""
+  """The host engine decodes lent_axis and lent_mesh, and ignores them."""
   assert "lent_mesh = array" not in program_text(case)
   monkeypatch.setattr(HostEngine, "borrows", True)
   mesh = make_mesh({"dp": 2, "ep": 2})
@@ -91,7 +91,7 @@ def test_a_program_survives_its_export(case):
 
 
 def opaque_kernel(_, out_type, **__):
-  """Replaces kernels; by_mosaic_test lowers them, which takes long."""
+  """Replaces Mosaic kernels, whose slow lowering is left to by_mosaic_test."""
   return jax.ffi.ffi_call("kernel", out_type)
 
 
@@ -99,7 +99,7 @@ def opaque_kernel(_, out_type, **__):
 def test_a_layer_on_hopper_touches_no_unused_rows(
   weigh, alignment, monkeypatch
 ):
-  """XLA computes nothing on [C, H] or [C, F], not even for gradients."""
+  """XLA computes nothing on arrays of all C rows, even in gradients."""
   device = types.SimpleNamespace(compute_capability="9.0", core_count=132)
   monkeypatch.setattr(host, "HostConnection", HostEngine)
   monkeypatch.setattr(compat, "local_device", lambda _: device)
@@ -129,7 +129,7 @@ def test_a_layer_on_hopper_touches_no_unused_rows(
 
 
 def test_expert_weights_are_copied_as_rows_of_tokens(monkeypatch):
-  """Replicas give the gradients of the host backend, and balance the rows."""
+  """Expert replicas give the host backend's gradients, and balance the rows."""
   config = ep.MoEConfig(13, 5, 8, 2, biases=True)
   copies = dataclasses.replace(config, replica_slots=2)
   rng = np.random.default_rng(0)

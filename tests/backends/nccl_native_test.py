@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python calls the functions of libep_ffi_cuda.so, which calls a fake NCCL."""
+"""Tests the Python bindings of libep_ffi_cuda.so, which calls a fake NCCL."""
 
 import math
 import os
@@ -35,7 +35,6 @@ def create_group(**options):
 
 
 def connect(names, **sizes):
-  """Creates each rank's group under the rank's name."""
   unique_id = ffi.new_nccl_id("", "")
 
   def create(rank):
@@ -81,7 +80,7 @@ def test_a_group_without_an_id_waits_for_a_communicator():
 
 
 def test_the_watchdog_reports_the_progress_of_a_rank():
-  """The watchdog also takes other ranks' progress, until the group closes."""
+  """Until the group closes, the watchdog accepts other ranks' progress."""
   names = ["place0", "place1"]
   connect(names)
   *numbers, still_s, text = ffi.nccl_place("place0", 0, 'of "others"')
@@ -93,7 +92,7 @@ def test_the_watchdog_reports_the_progress_of_a_rank():
 
 
 def test_a_larger_group_replaces_one_of_the_same_name():
-  """`ep.ep_resize` does so."""
+  """A larger group replaces a group of the same name, as in `ep.ep_resize`."""
   names = ["rank0", "rank1"]
   for sizes in dict(), dict(max_tokens=32, capacity=128, max_row_bytes=512):
     connect(names, **sizes)
@@ -136,7 +135,7 @@ def test_two_nccls_are_refused(tmp_path):
 
 
 def test_a_missing_library_is_named():
-  """The message names CUDA's driver or the requested NCCL."""
+  """The error names the missing library: CUDA's driver or NCCL."""
   libraries = ["/nowhere/libnccl.so.2", "/nowhere/libnccl_ep.so"]
   message = error_in_a_new_process(libraries)
   assert "cannot load" in message
@@ -144,7 +143,7 @@ def test_a_missing_library_is_named():
 
 
 def test_sizes_are_passed_in_order():
-  """The message about a wrong size names it."""
+  """The error about a wrong size names the size."""
   for sizes, word in [
     (dict(num_experts=6), "num_experts = 6"),
     (dict(ep_size=1), "ep_size = 1"),

@@ -72,7 +72,7 @@ def test_the_sentence_names_few_ranks():
 def test_ranks_that_wait_name_the_same_ranks():
   """Rank 2 does not answer, and rank 3 waits for no rank.
 
-  Each of two processes has one of these ranks and one that waits.
+  Process 0 has ranks 0 and 2, and process 1 has ranks 1 and 3.
   """
   me = jax.process_index()
   if jax.process_count() != 2:
@@ -91,7 +91,7 @@ def test_ranks_that_wait_name_the_same_ranks():
 
     return look
 
-  if me == 0:  # Domain 10 is not domain 1.
+  if me == 0:  # The key of domain 10 begins like the key of domain 1.
     decoy = json.dumps(waits(99, "ep_combine"))
     compat.distributed_client().key_value_set("ep/place/test/10/3", decoy)
   lookouts = {
@@ -101,7 +101,7 @@ def test_ranks_that_wait_name_the_same_ranks():
     for rank in heard
   }
   if me == 0:
-    time.sleep(TIMEOUT_S * 0.4)  # Rank 2 answers once.
+    time.sleep(TIMEOUT_S * 0.4)  # Rank 2 answers once before it stops.
     lookouts[2].stop()
   time.sleep(max(0, begin + TIMEOUT_S * 1.1 - time.monotonic()))
   multihost_utils.sync_global_devices("all have looked")

@@ -13,7 +13,7 @@ from nccl_testing import gpu
 (CUDA,) = (
   v for v in (12, 13) if shipped_files.in_runfiles(f"ep_nccl{v}/include")
 )
-# No package has nvcc for CUDA 12.
+# No Python package contains nvcc for CUDA 12.
 HAS_NVCC = CUDA >= 13
 
 HOPPER = gpu(cuda=CUDA * 1000)
@@ -41,7 +41,7 @@ def test_a_build_without_nvcc_raises():
 
 @pytest.mark.skipif(not HAS_NVCC, reason="this build has no nvcc")
 def test_nvcc_compiles_the_sources_of_nccl_ep(monkeypatch, tmp_path):
-  """`prepare` compiles a source, so it fails if nvcc cannot compile it."""
+  """`prepare` compiles a source of NCCL EP, and raises if nvcc fails."""
   libraries = installation.prepare(HOPPER)
   assert [pathlib.Path(path).name for path in libraries] == [
     "libnccl.so.2",

@@ -45,7 +45,7 @@ def test_launches_in_flight(case):
 
 
 def test_a_handle_with_flipped_bits(case):
-  """A flipped bit raises an error, or rows stay within their buffers."""
+  """A flipped bit in a handle is an error, or rows stay in their buffers."""
   handle = case.run(lambda ops: ops.handle)
   mem = np.asarray(handle.mem)
   use = jax.jit(

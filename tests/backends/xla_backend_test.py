@@ -40,7 +40,7 @@ def layer(mesh="ep4", backend="xla", **options):
 
 
 def test_needs_no_native_library(monkeypatch):
-  """A group works even if the library cannot be loaded."""
+  """A group works even if the native library cannot be loaded."""
 
   def refuse(backend):
     raise AssertionError(f"loads the library of {backend}")
@@ -79,7 +79,7 @@ def test_collectives_are_along_the_ep_axis():
 
 
 def test_no_tokens():
-  """Arrays may be empty, although XLA cannot gather from empty arrays.
+  """Ranks may have no tokens, although XLA cannot gather from empty arrays.
 
   A rank can still receive the rows of one token.
   """
@@ -110,7 +110,7 @@ def test_ragged(monkeypatch):
     "platform_dependent",
     lambda *args, default, **_: default(*args),
   )
-  # With this name, no other test has compiled a program for the layer.
+  # With this new name, the layer cannot reuse a program of another test.
   options = dict(recv_capacity_per_rank=12, overflow="drop", name="ragged")
   case = Case(layer("dp2_ep2", **options), "skewed", whole=True)
   with ep.lax.install():
@@ -156,7 +156,7 @@ def test_a_rank_by_itself_exchanges_nothing():
 
 @pytest.fixture
 def cannot_raise(monkeypatch):
-  """Makes programs that cannot raise errors, as exported programs are."""
+  """Makes programs unable to raise errors, as exported programs are."""
   monkeypatch.setattr(compat, "can_call_python", lambda ctx: False)
 
 
@@ -170,7 +170,7 @@ FORGERIES = {
   "of_another_rank": lambda mem: jnp.roll(mem, 1, axis=0),
   "garbage": lambda mem: jnp.full_like(mem, 7),
   "garbage_after_the_header": lambda mem: mem.at[:, 64:].set(0x7F),
-  # Both choices stay in range, and their sum is the same.
+  # Both swapped choices stay in range, and the sum of choices stays the same.
   "two_choices_swapped": lambda mem: mem.at[:, 12:20].set(
     jnp.roll(mem[:, 12:20], 4, axis=1)
   ),
@@ -180,7 +180,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
 def test_a_forged_handle_gives_nan(forge, cannot_raise):
-  """All results are NaN, and no access is out of bounds."""
+  """With a forged handle, results are NaN, and no access is out of bounds."""
   case = Case(layer(alignment=4))
   inputs = case.tokens(), case.weights(), case.rows()
   handle = case.run(handle_of)
@@ -195,7 +195,7 @@ def test_a_forged_handle_gives_nan(forge, cannot_raise):
 
 
 def test_a_rank_with_a_forged_handle_sends_nan(cannot_raise):
-  """Other ranks receive NaN only from this rank."""
+  """Other ranks receive NaN only from the rank with the forged handle."""
 
   def forged(ops, tokens, weights):
     handle = ops.handle

@@ -73,7 +73,7 @@ def test_grouped_matmuls_are_measured(capfd):
 
 @pytest.fixture
 def mesh():
-  """Makes the mesh of this process, and makes XLA compile in half the time.
+  """Makes the mesh of this process, and halves the compile time of XLA.
 
   The memory meter collects garbage before each op. `gc.freeze` excludes the
   objects that exist before the test.
@@ -129,7 +129,7 @@ def test_one_wrong_number_is_an_error(mesh, monkeypatch, op, leaf):
   def spoil(*args):
     leaves, tree = jax.tree.flatten(right(*args))
     x = leaves[leaf]
-    # The last row belongs to the tail if the rank is not full.
+    # Unless the rank is full, the last row is unused: it belongs to the tail.
     leaves[leaf] = x.at[(-1,) * x.ndim].add(lax.axis_index("ep") == 0)
     return tree.unflatten(leaves)
 
@@ -163,7 +163,7 @@ def test_round_trips_materialize_the_rows_that_experts_would_read():
   "dtype, op", [("float32", "moe_grad"), ("bfloat16", "moe")]
 )
 def test_every_layer_is_right(mesh, dtype, op):
-  """Contenders without the op are left out."""
+  """Contenders that do not implement the op are left out."""
   workload = _workload(
     mesh,
     "with_unused_choices",
@@ -212,7 +212,7 @@ def test_ratios_are_of_rounds_and_of_the_best_contender(capsys):
   assert report.times_best_xla(of_case) == pytest.approx(2.0)
   assert report.gate(results, 3.9)
   assert not report.gate(results, 4.1)
-  assert not report.gate(_results(host=[1.0]), 0.0)  # no other contender
+  assert not report.gate(_results(host=[1.0]), 0.0)  # nothing to compare
   assert not report.gate({}, 0.0)
   capsys.readouterr()
   report.print_tables(results)

@@ -21,7 +21,6 @@ _CUDA = "@jax_ep//ep_ffi:libep_ffi_cuda.so"
 
 
 def bazel(*args: str, **environment: str) -> str:
-  """Runs Bazel in the current folder, and returns its output."""
   done = subprocess.run(
     [_BAZELW, args[0], *os.environ.get("FLAGS", "").split(), *args[1:]],
     env=os.environ | environment,
@@ -43,7 +42,7 @@ def compilations(target: str, *flags: str) -> dict[str, list[str]]:
 
 
 def last(line: list[str], *options: str) -> str | None:
-  """Returns the last of contradicting options, which a compiler obeys."""
+  """Returns the last of contradicting options; compilers obey the last one."""
   return next((option for option in line[::-1] if option in options), None)
 
 
@@ -54,7 +53,7 @@ def check_line(test: unittest.TestCase, line: list[str], level: str | None):
   test.assertEqual(last(line, "-std=c++14", "-std=c++17"), "-std=c++17")
   math = "-ffast-math", "-fno-fast-math"
   test.assertEqual(last(line, *math), "-fno-fast-math")
-  # In Clang, -fno-fast-math may also change contraction.
+  # In Clang, -fno-fast-math may also change -ffp-contract.
   contract = "-ffp-contract=off"
   test.assertEqual(last(line, *math, contract), contract)
   test.assertEqual(last(line, "-Werror", "-Wno-error"), "-Wno-error")
@@ -90,7 +89,7 @@ class PyToolchain(unittest.TestCase):
 
 
 class Cuda(unittest.TestCase):
-  """A line in the consumer's .bazelrc gives it a build for CUDA."""
+  """A line in the consumer's .bazelrc gives the consumer a build for CUDA."""
 
   CONFIG = "--config=cuda13"
 

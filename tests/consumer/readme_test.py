@@ -27,7 +27,7 @@ def parts(text: str, name: str) -> list[str]:
   """Returns the statements of a Starlark file, or the lines of a .bazelrc."""
   if name == ".bazelrc":
     return [line for line in text.split("\n") if line and line[0] != "#"]
-  # Both Starlark and Python parse these statements.
+  # These Starlark statements are also valid Python.
   return [ast.unparse(statement) for statement in ast.parse(text).body]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks use ep from a workspace that depends on it.
+"""Two ranks use ep from a workspace that depends on ep.
 
 Dispatch and combine with one expert per token return the tokens. The runfiles
 contain one JAX, from the repository that --jax_from names.
@@ -13,7 +13,6 @@ from ep import launch
 
 
 def run_rank() -> None:
-  """Checks that dispatch and combine together are the identity."""
   launch.initialize()
 
   import jax
@@ -57,7 +56,7 @@ def run_rank() -> None:
 
 
 def check_one_jax(jax_from: str) -> None:
-  """Checks that the runfiles contain one package jax, from the repository."""
+  """Checks that the runfiles contain one jax package, from `jax_from`."""
   # Older Bazel makes two links to each file of another repository.
   found = {
     os.path.realpath(os.path.join(folder, "jax"))

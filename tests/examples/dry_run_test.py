@@ -23,7 +23,7 @@ def _lines(output):
 
 
 def test_the_program_prints_what_its_page_says(monkeypatch):
-  monkeypatch.setenv("XLA_FLAGS", quick_compiler.FLAGS)  # No device count.
+  monkeypatch.setenv("XLA_FLAGS", quick_compiler.FLAGS)  # Sets no device count.
   code, output = programs.run(dry_run.__file__)
   assert code == 0, output
   shown = re.search(r"^64 devices, {.*?(?=```)", _PAGE.read_text(), re.M | re.S)

@@ -14,8 +14,6 @@ import text
 
 @pytest.fixture(name="run")
 def run_of_program(monkeypatch, capfd):
-  """Returns a function that runs the example and returns the output."""
-
   def run(*given):
     code, output = programs.run_here(ep_moe.main, given, monkeypatch, capfd)
     assert code == 0, output

@@ -173,8 +173,6 @@ def _values() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def expected():
-  """Returns the loss and the gradients of a dense model."""
-
   def dense(v):
     scores = jax.nn.softmax(v["x"] @ v["router"])
     least = jnp.sort(scores)[..., -K, None]
@@ -308,7 +306,6 @@ def test_maxtext(expected, fsdp, tensor):
   ],
 )
 def test_maxtext_refuses_unsupported_fields(field, config):
-  """The error names the field of MaxText's config."""
   scores = jnp.zeros((B, S, E))
   pre_bias = scores if config.model_name.startswith("deepseek3") else None
   with pytest.raises(ValueError, match=f"MaxText's {field} = "):

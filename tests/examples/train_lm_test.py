@@ -22,8 +22,8 @@ from lm import data, model
 from lm.checkpoint import RunFolder, Stop
 from lm.step import init, Step
 
-# If one read or write fails, orbax abandons the others. These then raise errors
-# because there is no event loop.
+# If one read or write fails, orbax abandons its other reads and writes, which
+# then raise errors because there is no event loop.
 pytestmark = pytest.mark.filterwarnings(
   "ignore::pytest.PytestUnraisableExceptionWarning"
 )
@@ -109,7 +109,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, tmp_path):
 
 
 def test_the_dense_layer_is_an_moe_of_one_expert():
-  """The layer is as large as the experts that a token of the MoE visits."""
+  """The dense layer is as large as the top_k experts of a token."""
   config = _CONFIG.dense
   assert (config.inner, config.num_experts) == (32, 1)
   layer = ep.MoE(config.moe, make_mesh({"dp": 4, "ep": 1}))
@@ -204,7 +204,7 @@ def test_text_is_held_out(size):
 
 
 def test_metrics_keep_the_lines_before_a_resume(program, tmp_path):
-  """No step occurs twice, even if the first lines were lost."""
+  """No step occurs twice after a resume, even if the first lines were lost."""
   path = tmp_path / "metrics.jsonl"
   old = [{"step": step, "loss": 1.0} for step in range(31, 36)]
   path.write_text("".join(json.dumps(each) + "\n" for each in old) + '{"ste')

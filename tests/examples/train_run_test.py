@@ -20,7 +20,7 @@ import ranks
 import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
-# Two layers: with one, XLA sums the squares of all experts in one order.
+# With one layer, XLA would sum the squares for grad_norm in one order only.
 _TINY = (
   f"--text={__file__} --save_every={_SAVE_EVERY} --warmup=5 --batch=8"
   " --length=16 --layers=2 --hidden=32 --inner=16 --num_experts=4"
@@ -126,7 +126,7 @@ def test_ranks_may_share_a_gpu(parse, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(parse, tmp_path):
-  """The step leaves no metrics."""
+  """A step whose loss is NaN writes no metrics."""
 
   def layer(params, x, state):
     y, metrics = model.dense_layer(params, x, state)

@@ -68,7 +68,7 @@ def test_shapes_of_every_op(layer):
 
 
 def test_shapes_of_gradients(layer):
-  """They are known inside shard_map, and for a MoE layer."""
+  """Gradients have known shapes, inside shard_map and for a MoE layer."""
   spec = PartitionSpec(layer.group.token_axes)
   grad = jax.shard_map(
     jax.grad(loss(layer), argnums=(0, 2)),
@@ -122,8 +122,8 @@ def test_an_exported_program_runs():
     want = expected(case, round_trip, tokens, weights), case.oracle.sizes()
     assert_same(program(*args), want)
 
-    # An exported program cannot call Python to raise an error. All ranks of the
-    # domain return these values instead.
+    # An exported program cannot call Python to raise an error. Instead, all
+    # ranks of the domain return NaN outputs, and sizes of 0 or -1.
     refused = np.nan, Sizes(0, 0, -1, 0, -1, False)
     wrong = case.topk_idx.copy()
     wrong[0, 0] = E

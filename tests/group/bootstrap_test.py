@@ -143,7 +143,7 @@ def test_a_group_needs_no_sizes():
 
 
 def test_ep_resize_replaces_a_group():
-  """Layers, handles and compiled programs of the old group fail."""
+  """After `ep_resize`, the old group's layers, handles and programs fail."""
   mesh = make_mesh({"ep": 4})
   old = bootstrap(mesh, name="grows", recv_capacity_per_rank=32)
   case = Case(ep.EpLayerConfig(old))
@@ -241,7 +241,7 @@ def test_integers_of_numpy_are_integers():
 
 
 def test_a_timeout_without_end():
-  """A late rank causes no error: the deadline does not lie in the past."""
+  """The deadline of a very long timeout does not overflow into the past."""
   for timeout_s in math.inf, 1e300:
     with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
       case = Case(ep.EpLayerConfig(group))
@@ -251,7 +251,7 @@ def test_a_timeout_without_end():
 
 
 def test_names_of_groups():
-  """A refused bootstrap frees its name; a refused name keeps its group."""
+  """A failed bootstrap frees its name. A name in use stays with its group."""
   mesh = make_mesh({"ep": 4})
   with pytest.raises(ValueError, match="overflow"):
     bootstrap(mesh, name="owner", overflow="wrap")
@@ -260,7 +260,7 @@ def test_names_of_groups():
       bootstrap(mesh, name="owner")
     case = Case(ep.EpLayerConfig(group))
     case.check(round_trip, case.tokens(), case.weights())
-  ep.ep_finalize(group)  # the second time
+  ep.ep_finalize(group)  # Closing twice is no error.
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -279,7 +279,7 @@ def test_the_attributes_of_a_group(mesh):
 
 
 def test_copies():
-  """No copy outlives its group."""
+  """Copies of groups and layers are the originals; handles keep the layer."""
   case = Case(layer())
   for value in case.layer, case.layer.group:
     assert copy.copy(value) is value
@@ -291,7 +291,6 @@ def test_copies():
 
 
 def test_groups_layers_and_handles_refuse_pickle():
-  """The error names what to pickle instead."""
   case = Case(layer(name="moe_3"))
   handle = jax.tree.map(
     lambda x: x.addressable_data(0),

@@ -24,7 +24,7 @@ ROUTINGS = ["uniform", "skewed", "empty_experts", "with_unused_choices"]
 
 
 def claim(routing="uniform", fn=block_and_back, scale=1, **options):
-  """Returns a claim about `fn`, as `cases.check` takes it."""
+  """Returns a claim about `fn` for `cases.check`."""
   case = Case(layer(**options), routing, whole=True)
   tokens = case.tokens() * np.float32(scale)
   return case, fn, tokens, case.weights(), case.tokens()
@@ -54,7 +54,7 @@ def test_128_branches_on_one_handle():
   case, _, tokens, weights, _ = claim("skewed")
 
   def fan_out(ops, tokens, weights):
-    @jax.jit  # JAX traces one branch for all.
+    @jax.jit  # JAX traces the branch only once.
     def branch(handle, tokens):
       return Ops(handle).dispatch(tokens, weights)[0]
 
@@ -66,7 +66,6 @@ def test_128_branches_on_one_handle():
 
 
 def test_two_programs_in_flight():
-  """The test launches all programs before it waits for a result."""
   claims = [
     claim(ROUTINGS[i % 4], (block, block_and_back)[i % 2], 1 + i)
     for i in range(16)

@@ -45,8 +45,8 @@ from groups import BACKEND, bootstrap
 from worlds import Rank, RANKS, run_world
 
 ERROR_WITHIN_S = 5.0  # The limit from a death to its error.
-LONG_S = 50.0  # timeout_s of tests that must not wait for it.
-SHORT_S = 3.0  # timeout_s of tests that wait for it.
+LONG_S = 50.0  # A timeout_s that no test reaches.
+SHORT_S = 3.0  # A timeout_s that tests reach.
 
 OPS = ["prepare", "dispatch", "combine"]
 
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclasses.dataclass(frozen=True)
 class Death:
-  """A death as the text above describes it."""
+  """A death that a text such as "3 kill dispatch during" describes."""
 
   rank: int
   way: str
@@ -185,7 +185,7 @@ def run_ops(layer, ops, x):
 
 
 def parts(where):
-  """Returns the ops before a place, at the place, and the next, as programs."""
+  """Returns lists of ops, one per program: before, at and after a place."""
   if where == "finalize":
     return [OPS[:1]]
   if where not in OPS:
@@ -209,7 +209,7 @@ class Work:
       topk_idx=self.case.topk_idx, tokens=self.tokens, weights=self.weights
     )
     self.inputs = {name: self.case.put(x) for name, x in arrays.items()}
-    self.programs = {  # by first op
+    self.programs = {  # keyed by the first op
       part[0]: jax.jit(functools.partial(run_ops, self.case.layer, part))
       for part in parts
     }
@@ -222,7 +222,7 @@ class Work:
     self.check(jax.block_until_ready(x))
 
   def check(self, x):
-    """Checks the sum over choices, each of which returns its token."""
+    """Checks that each choice returned its token, times its weight."""
     if "out" in x:
       expected = np.zeros_like(self.tokens)
       for weight in self.weights.T:
@@ -240,7 +240,7 @@ class FaultyRank(Rank):
     self.death = None
 
   def run_round(self, death):
-    """Works until the death, and notes the error and its time."""
+    """Runs steps until a rank dies, and notes this rank's error and time."""
     self.death = death
     before = descriptors()
     text = ""
@@ -254,7 +254,7 @@ class FaultyRank(Rank):
     self.round += 1
 
   def work(self):
-    """Works in a new group until an error comes or this rank dies."""
+    """Runs steps in a new group until an op fails or this rank dies."""
     with self.bootstrap(LONG_S) as group:
       where, when = self.death.where, self.death.when
       work = Work(group, parts(where))
@@ -287,7 +287,7 @@ class FaultyRank(Rank):
     create, at = ffi.create_host_group, ("bootstrap", "during")
     ffi.create_host_group = lambda **args: self.die_at(*at) or create(**args)
     try:
-      # 12 is divisible by every number of ranks here.
+      # Every possible number of living ranks divides 12 experts.
       name = f"round_{self.round}"
       return bootstrap(mesh, num_experts=12, timeout_s=timeout_s, name=name)
     finally:
@@ -342,7 +342,7 @@ class FaultyRank(Rank):
     signal.raise_signal(getattr(signal, f"SIG{self.death.way.upper()}"))
 
   def run_rounds_of_stop(self, death):
-    """Works while the victim stops, first briefly, then for too long."""
+    """Runs steps while the victim stops briefly, and then past the timeout."""
     self.death = death
     self.note(f"pid_{self.index}", str(os.getpid()))
 
@@ -364,7 +364,7 @@ class FaultyRank(Rank):
           start = time.monotonic()
           try:
             self.run(work, [*work.programs][:2])
-            # The victim may find all rows that the other ranks sent.
+            # The stopped rank may find all rows that the other ranks sent.
             assert self.is_victim()
           except ep.EpError as error:
             seconds = time.monotonic() - start

@@ -16,7 +16,7 @@ MESHES = ["dp4_ep1", "dp2_ep2", "ep4"]  # EP sizes 1, 2 and 4
 def local_results(mesh, dtype):
   """Returns this process's results, which all meshes split equally."""
   case = Case(layer(mesh), "with_unused_choices")
-  # Products with these weights are not exact.
+  # Square roots as weights make products inexact.
   inputs = case.tokens(dtype), np.sqrt(case.weights()), case.tokens(dtype)
   return jax.tree.map(local_numpy, case.run(block_and_back, *inputs))
 
@@ -28,7 +28,6 @@ def local_numpy(array):
 
 @DTYPES
 def test_forward_and_backward(dtype):
-  """EP sizes 2 and 4 compute what EP size 1 does."""
   first, *others = [local_results(mesh, dtype) for mesh in MESHES]
   for other in others:
     assert_same(jax.tree.map(jnp.asarray, other), first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that never arrives is an error, and so is a missing library.
+"""Tests that a missing rank and a missing native library are errors.
 
 death_test has ranks that die, and mismatch_test ranks whose programs differ.
 """
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.skipif(
   reason="xla: processes do not watch their peers, and load no native library",
 )
 
-TIMEOUT_S = 3.0  # timeout_s of scenarios that wait for it.
-EXIT_S = 2.0  # exit_after_s of scenarios that wait for it.
-LONG_S = 120.0  # timeout_s of scenarios that must not wait for it.
+TIMEOUT_S = 3.0  # A timeout_s that scenarios reach.
+EXIT_S = 2.0  # An exit_after_s that scenarios reach.
+LONG_S = 120.0  # A timeout_s that no scenario reaches.
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_if_a_rank_has_no_library_all_ranks_raise_its_error_soon(notes):
 
 
 def test_a_rank_that_never_arrives_at_an_op(notes):
-  """The others fail after timeout_s; one of them warns earlier."""
+  """The other ranks fail after timeout_s; one of these ranks warns earlier."""
   for seconds, message in notes_of_errors(notes, "alone", range(3)):
     assert TIMEOUT_S <= seconds < 3 * TIMEOUT_S
     for word in ["ep_prepare", '"moe_5"', "rank 3", "timeout_s"]:
@@ -101,7 +101,7 @@ def refusal(monkeypatch, library):
 
 
 def test_no_library(tmp_path, monkeypatch):
-  """The message names the three places of a library, and cures."""
+  """The error names the places where ep looks for the library, and cures."""
   message = refusal(monkeypatch, tmp_path / "nowhere.so")
   places = ["EP_FFI_LIBRARY_PATH", "nowhere.so", "runfiles", "package"]
   for word in [*places, "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
@@ -110,10 +110,10 @@ def test_no_library(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("age", ["stale", "older"])
 def test_a_library_of_another_version(tmp_path, monkeypatch, age):
-  """The message names both versions and a cure; nothing calls the library."""
+  """The error names both versions and a cure; ep does not call the library."""
   found = f"the library is {ffi.INTERFACE_VERSION}."
   native = ffi.find_library("host").read_bytes()
-  if age == "older":  # The library does not have the function.
+  if age == "older":  # An older library lacks the function.
     found = "none"
     assert b"ep_interface_version\0" in native
     native = native.replace(b"ep_interface_version", b"ep_interfere_version")

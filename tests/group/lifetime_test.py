@@ -78,14 +78,13 @@ def compile_program(group):
 
 @pytest.fixture
 def want():
-  """Returns the result of the program."""
   with bootstrap(make_mesh({"ep": 4})) as group:
     case = a_case(group)
     return expected(case, round_trip, case.tokens(), case.weights())
 
 
 def test_a_program_is_released_with_its_function(lifetimes, want):
-  """The group is also released, even if JAX caches parts of the program."""
+  """A group is released with its program, even if JAX caches program parts."""
   check_lifetimes(
     lifetimes // LIFETIMES_OF_A_PROGRAM, lambda group: run_program(group, want)
   )
@@ -146,7 +145,7 @@ def test_finalize_with_launches_in_flight(want):
     assert_same(program(*inputs), want)
     outputs = []
     for _ in range(launches):
-      with contextlib.suppress(ValueError, RuntimeError):  # another rank's
+      with contextlib.suppress(ValueError, RuntimeError):  # other ranks' errors
         outputs.append(program(*inputs))
     with contextlib.suppress(ValueError, RuntimeError):  # ranks ran fewer ops
       ep.ep_finalize(group)
@@ -174,7 +173,7 @@ def run_ranks(tmp_path, program, num_processes=2, code=0):
 
 @starts_ranks
 def test_at_exit_a_group_closes_before_jax_ends(tmp_path):
-  """JAX may wait for its peers at exit, which may wait for this process."""
+  """At exit JAX may wait for peers, which may wait for this process's group."""
   program = """
 import atexit, weakref
 thing = lambda: 0
@@ -189,8 +188,8 @@ group = ep.ep_bootstrap(jax.make_mesh((2,), ("ep",)), num_experts=2)
   assert log == "group is open: False\nfinalizers\n"
 
 
-# The ranks launch different programs. In `sleep`, the launch would wait for the
-# callback if the callback's input were ready.
+# The ranks launch different programs. In `sleep`, a slow loop computes the
+# callback's input: with a ready input, the launch would wait for the callback.
 _LAUNCH_ALONE = """
 import pathlib, sys, time
 import jax

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process needs few requests and bytes to meet many others.
+"""Processes agree and exchange addresses with few requests and bytes each.
 
 Clients of a real coordination service simulate up to 512 processes, and a store
 in memory simulates more.

@@ -44,7 +44,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_orders_of_the_devices_are_refused(group, name):
   case, *arrays = case_of(group)
-  if group.backend == "xla":  # The backend only needs the index of a rank.
+  if group.backend == "xla":  # xla only needs the index of a rank.
     actual = run_on(OTHERS[name], case, round_trip, *arrays)
     return assert_same(actual, expected(case, round_trip, *arrays))
   with failing(group) as error:

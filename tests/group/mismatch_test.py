@@ -37,7 +37,7 @@ def either(odd, others):
 
 @pytest.fixture(scope="module")
 def group():
-  """Makes a group for tests after which ep_finalize raises no error."""
+  """Makes a group that several tests share, and whose ep_finalize succeeds."""
   with bootstrap(make_mesh({"ep": RANKS})) as group:
     yield group
 
@@ -107,7 +107,6 @@ def test_other_tokens(group, make_layer, option, odd, others, words):
 
 @pytest.mark.parametrize("odd, others", [(8, 9), (0, 9)])
 def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
-  """Every rank raises an error, and the group still works."""
   error_type = (ValueError, RuntimeError)
   with pytest.raises(error_type, match="^ep_resize: ") as error:
     ep.ep_resize(group, max_tokens_per_rank=either(odd, others))
@@ -144,7 +143,7 @@ def expect_timeout(fn, *words):
   with pytest.raises(ep.EpError) as error:
     jax.block_until_ready(fn())
   expect_words(error, f"waited timeout_s = {SHORT_TIMEOUT_S:g} s for ", *words)
-  # If a rank closed the group first, others would report that instead.
+  # If one rank closed the group now, the other ranks would report the closing.
   multihost_utils.sync_global_devices("timeout")
 
 

@@ -26,8 +26,8 @@ EXPERTS = 2  # per rank
 TOKENS, TOP_K = 16, 3
 IN_FLIGHT = 4  # steps
 
-# A run has up to PARTS parts, and checks the last step of each. INPUTS is a
-# prime, so these steps have different inputs.
+# A run has up to PARTS parts, and checks the last step of each part. INPUTS is
+# a prime, so the checked steps have different inputs.
 PARTS = 20
 INPUTS = 23
 
@@ -90,7 +90,7 @@ def test_soak(request, capsys):
   tenth = -(-len(parts) // 10)
   soak = Steps()
   with soak.group:
-    soak.seconds(parts[0])  # compiles
+    soak.seconds(parts[0])  # The first call compiles.
     first = [soak.seconds(part) for part in parts[:tenth]]
     before = Footprint.now()
     rest = [soak.seconds(part) for part in parts[tenth:]]
@@ -116,7 +116,7 @@ def compare_with_new_group(old, parts):
   """
   new = Steps()
   with new.group:
-    new.seconds(parts[0])  # compiles
+    new.seconds(parts[0])  # The first call compiles.
     return statistics.median(
       new.seconds(part) / old.seconds(part) for part in parts
     )

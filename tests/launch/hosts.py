@@ -25,7 +25,7 @@ class Host:
   """A host with the address `address` and the name host<number>."""
 
   def __init__(self, number, beside=None):
-    """Makes a host; both hosts share the user namespace of `beside`."""
+    """Makes a host in the user namespace of the host `beside`, if any."""
     self.number, self.address = number, _ADDRESS.format(number + 1)
     users = ["unshare", "-Ur"] if beside is None else beside.enter("-U")
     new = ["unshare", "-nupmf", "--kill-child", "sh", "-c"]

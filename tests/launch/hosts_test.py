@@ -91,7 +91,6 @@ def test_ranks_of_both_hosts_exchange_rows(job):
 
 
 def test_a_pulled_cable_is_an_error_on_both_sides(job):
-  """Each launcher's error names the other host."""
   assert job.codes == [1, 1]
   assert "host 1 (10.64.0.2) is out of reach" in job.outputs[0]
   assert "host 0 (10.64.0.1) is out of reach" in job.outputs[1]
@@ -99,7 +98,7 @@ def test_a_pulled_cable_is_an_error_on_both_sides(job):
 
 
 def launch_on(*hosts, argv=("-m", "this"), **options):
-  """Launches a job on hosts that share this machine; `hosts` has their options.
+  """Runs one launcher per host on this machine; `hosts` has their options.
 
   Returns the exit code of each launcher, or its error, and the port.
   """

@@ -201,7 +201,7 @@ def test_one_failure_ends_all(tmp_path, capsys):
 def test_the_culprit_is_reported_first(tmp_path, capsys, way, code, words):
   """The launcher blames the killed rank, even if others end at the same time.
 
-  The other ranks may report what they saw within the grace.
+  During `grace_s`, the other ranks may report which failure they saw.
   """
   program = f"""
     import contextlib, os, pathlib, sys, time
@@ -250,7 +250,7 @@ def test_ranks_that_run_alone_are_named(capsys, joins, code):
 
 
 def test_a_rank_that_ends_before_it_joins_ends_the_job(capsys):
-  """JAX would let the other ranks wait for 300 s."""
+  """Without the launcher, JAX would let the other ranks wait for 300 s."""
   program = """
     import os
     if os.environ["JAX_PROCESS_ID"] == "0":
@@ -310,7 +310,7 @@ def test_a_rank_keeps_its_code_when_its_group_cannot_close(tmp_path, capsys):
 
 
 def test_the_cause_is_an_exception_or_a_fatal_error(capsys):
-  """The report names the cause, whatever follows it in the log."""
+  """The report names the error, whatever lines follow the error in the log."""
   program = """
     import os, sys, time
     rank = os.environ["JAX_PROCESS_ID"]
@@ -398,7 +398,7 @@ def _when_logged(log_dir, act):
 
 
 def test_sigterm_stops_ranks_immediately(tmp_path):
-  """JAX does not install its handler, which ignores SIGTERM."""
+  """The launcher turns off JAX's SIGTERM handler, which ends no process."""
   program = """
     import os, time, jax, signal
     from ep import launch
@@ -460,7 +460,7 @@ def test_the_job_continues_when_stdout_is_closed(tmp_path, monkeypatch, capsys):
 
 
 def test_output_that_the_terminal_cannot_encode(monkeypatch):
-  """The launcher escapes such characters, and keeps all other output."""
+  """The launcher escapes characters that the terminal cannot encode."""
   program = r"import os; os.write(1, 'a caf\xe9\nand more\n'.encode())"
   terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
   monkeypatch.setattr(sys, "stdout", terminal)
@@ -552,7 +552,7 @@ def test_the_command_line_takes_a_script_or_a_module(
 def test_ranks_join_jax_and_end_without_each_other(tmp_path, capsys):
   """Rank 0 dies, and the exception of rank 1 does not wait for rank 2.
 
-  Barriers are JAX's: a failed barrier stays failed for ranks that come later.
+  A failed barrier of JAX stays failed for ranks that come later.
   The native library can be loaded before JAX makes its devices.
   """
   program = """
@@ -703,7 +703,7 @@ def test_initialize_does_not_make_one_process_of_many(monkeypatch, name):
 
 
 def test_initialize_refuses_an_address_without_a_port(monkeypatch):
-  """JAX would wait for 300 s at another port."""
+  """JAX would connect to another port, and wait for 300 s."""
   monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
   monkeypatch.setenv("JAX_PROCESS_ID", "1")
   for address in "localhost:65536", "localhost":

@@ -14,7 +14,6 @@ import programs
 
 
 def check(capsys):
-  """Runs the check, and returns its exit code and its output."""
   return main(["check"]), capsys.readouterr().out
 
 
@@ -47,7 +46,7 @@ def test_the_default_backend_runs(capsys, tmp_path, monkeypatch):
 
 
 def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
-  """Another package has replaced the first file of ep."""
+  """Another package has replaced ep/__init__.py."""
   shutil.copytree(os.path.dirname(ep.__file__), tmp_path / "ep")
   (tmp_path / "ep/__init__.py").write_text('__version__ = "0.2.4"')
   monkeypatch.syspath_prepend(tmp_path)
@@ -60,7 +59,6 @@ def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
   "command", ["", " check", " explain", " launch", " plan", " stuck"]
 )
 def test_each_command_explains_itself(command, capsys):
-  """Each command has --help, and refuses unknown options."""
   for option, code in ("--help", 0), ("--nope", 2):
     with pytest.raises(SystemExit) as end:
       main([*command.split(), option])

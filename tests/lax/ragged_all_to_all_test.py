@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.lax.ragged_all_to_all sends the rows of its specification."""
+"""Tests that ep.lax.ragged_all_to_all sends the rows that its slices name."""
 
 import functools
 from typing import NamedTuple
@@ -23,7 +23,7 @@ FOUR = [range(4)]  # one group of ranks
 
 
 class Slices(NamedTuple):
-  """Integers [P, K] of all ranks."""
+  """Offsets and sizes of all ranks' slices, each an integer array [P, K]."""
 
   input_offsets: np.ndarray
   send_sizes: np.ndarray
@@ -114,7 +114,6 @@ def mesh_of_four():
 
 @pytest.mark.parametrize("ranks", [4, 1])
 def test_values_and_derivatives_are_exact(ranks):
-  """Tests value, tangent, cotangents and second derivatives."""
   mesh, groups = make_mesh({INNER: ranks}), [range(ranks)]
 
   def run(operand, output, slices, tangents, ct, weight):
@@ -322,7 +321,7 @@ def two_arrays():
   "op", ["ep", pytest.param("jax", marks=of_one_process)]
 )
 def test_a_bad_slice_fails_on_every_rank(mesh, op):
-  """The error contains the numbers, and the next launch works."""
+  """The error names the slice's ranks and rows, and the next launch works."""
   operand, output = two_arrays()
   with ep.lax.install():
     op = {"ep": ep.lax, "jax": lax}[op].ragged_all_to_all
@@ -351,7 +350,7 @@ def test_a_bad_slice_fails_on_every_rank(mesh, op):
 
 @of_one_process
 def test_a_bad_slice_in_a_group_names_ranks_of_the_axis(mesh):
-  """Errors give indices of the axis, not of the group."""
+  """Errors name ranks by their index in the axis, not in the group."""
   slices = Slices(*np.zeros((4, 4, 2), np.int32))
   groups = [(3, 0), (1, 2)]
   slices.send_sizes[3, 1], slices.send_sizes[2, 0] = 5, 5
@@ -408,7 +407,7 @@ def test_with_an_automatic_axis_no_bad_slice_is_sent():
 
 @of_one_process
 def test_elements_may_be_sharded_over_an_explicit_axis():
-  """Result and gradients are sharded alike, also after `install`."""
+  """Result and gradients keep the operand's sharding, also after `install`."""
   mesh = make_mesh({INNER: 2, OUTER: 2}, (AxisType.Explicit,) * 2)
   groups, rng = [range(2)], np.random.default_rng(0)
   slices = draw(rng, groups)
@@ -466,7 +465,7 @@ def test_install_is_for_code_of_others_and_can_be_undone(mesh):
 @of_one_process
 @pytest.mark.parametrize("fn", [move, jax.vmap(move)], ids=["one", "vmap"])
 def test_on_other_platforms_it_is_the_op_of_jax(mesh, fn):
-  """The program for a TPU has only that collective, also under `vmap`."""
+  """A TPU program has one ragged_all_to_all and no all-gather."""
   args = *two_arrays(), one_slice()
   if fn is not move:
     args = jax.tree.map(lambda x: np.stack([x, x], 1), args)
@@ -498,7 +497,6 @@ def test_offsets_of_64_bits_do_not_wrap(mesh):
 
 @of_one_process
 def test_wrong_arguments_are_refused_by_tracing(mesh):
-  """Each error names the argument."""
   sound = dict(operand=np.zeros((N, H)), output=np.zeros((M, H)))
   sound |= dict.fromkeys(Slices._fields, np.zeros(4, int))
 

@@ -44,7 +44,7 @@ def _run(op, sizes, rows, matrices, outs, *, tail="zero", **options):
 
 
 def _inputs(sizes, dtype):
-  """Returns rows, matrices and outs, with NaN in the tail and in segment 3."""
+  """Returns inputs of `_run`, with NaN in unused rows and in segment 3."""
   rng = np.random.default_rng(0)
   shapes = (C, F), (L, F, G), (L, F, G), (C, G), (C, G)
   x, w, v, y, z = (np.asarray(rng.normal(size=s), dtype) for s in shapes)
@@ -141,7 +141,7 @@ def _options(op, sums):
   ],
 )
 def test_interpreted_beside_nans(op, dtype, sums, interpret):
-  """The tail and the rows of another segment are NaN."""
+  """Unused rows, and the rows of another segment, are NaN."""
   run = jax.jit(functools.partial(_run, op, **_options(op, sums)))
   # ALL has an empty segment, so "outer" needs no case NONE.
   for sizes in [ALL] if op == "outer" else [ALL, NONE]:
@@ -160,7 +160,7 @@ def test_interpreted_beside_nans(op, dtype, sums, interpret):
   ("tail", "sums"), [("unspecified", SUMS[0]), ("nan", SUMS[1])]
 )
 def test_interpreted_tails(tail, sums, interpret):
-  """Tails are NaN: checked mode writes NaN, and fresh memory is NaN."""
+  """Unused rows are NaN: checked mode writes NaN, and fresh memory is NaN."""
   sizes = [63, 0, 1, 0, 9]
   inputs = _inputs(sizes, jnp.bfloat16)
   options = _options("expand", sums)
@@ -184,7 +184,7 @@ def _gradients(gates, values, holds_token, weights, cotangent):
 
 
 def _rows(num_used, dtype=jnp.bfloat16):
-  """Returns the number of used rows, and arrays with NaN in the tail."""
+  """Returns the number of used rows, and arrays with NaN in unused rows."""
   rng = np.random.default_rng(0)
   gates, values, cotangent = (
     rng.normal(size=(C, F)).astype(dtype) for _ in range(3)
@@ -201,10 +201,7 @@ def _map_rows(fn, num_used, *arrays, num_cores=3):
 
 
 def test_interpreted_functions_of_rows(interpret):
-  """Blocks after the used rows stay unwritten, which the interpreter fills.
-
-  The interpreter fills fresh memory with NaN.
-  """
+  """Blocks after the used rows keep the NaNs of the interpreter's memory."""
   run = jax.jit(functools.partial(_map_rows, _gradients))
   for used in (0, 1, 130, C):
     num_used, *arrays = _rows(used)

@@ -76,7 +76,7 @@ def _layer(run, data, experts, segments, capacity, alignment=1):
   [(jnp.float32, True), (jnp.bfloat16, True), (jnp.float32, False)],
 )
 def test_bits_do_not_depend_on_the_layout(dtype, is_native, monkeypatch):
-  """Holds for the native library and for the XLA implementation."""
+  """Tests the native library and the XLA implementation."""
   if not is_native:
     monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
   data = _data(dtype)

@@ -62,7 +62,6 @@ def _inputs(sizes, dtype=jnp.float32):
 
 @functools.cache
 def _program(implementation):
-  """Returns a program that runs the three operations."""
   ops = IMPLEMENTATIONS[implementation]
 
   @jax.jit
@@ -86,7 +85,7 @@ def _program(implementation):
   ],
 )
 def test_the_operations_beside_unused_nans(sizes, dtype, implementation):
-  """Matrices and the gradients of matrices are float32."""
+  """Matrices and their gradients are float32, also beside bfloat16 rows."""
   rows, _, g = _inputs(sizes, dtype)
   _, matrices, _ = _inputs(sizes)
 
@@ -105,7 +104,6 @@ def test_the_operations_beside_unused_nans(sizes, dtype, implementation):
 
 @pytest.fixture(params=["native", "tiles"])
 def implementation_on_cpu(request, monkeypatch):
-  """Selects the native library or the XLA implementation."""
   if request.param == "tiles":
     monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
   return request.param
@@ -158,7 +156,7 @@ def test_gradients_beside_unused_nans(sizes):
 def test_low_precision_is_summed_in_float32_and_rounded_once(
   dtype, matrix_dtype, segments
 ):
-  """Rounds float32 matrices first, but not their gradients."""
+  """The op rounds matrices to the rows' dtype, but not matrices' gradients."""
   sizes = SIZES["full"]
   rows, _, g = _inputs(sizes, dtype)
   _, matrices, _ = _inputs(sizes, matrix_dtype)

@@ -193,7 +193,7 @@ def test_eager_calls_compile_once():
 
 
 def test_arrays_that_xla_divides():
-  """Outside of `jax.shard_map`, XLA rejects a call with a side effect."""
+  """XLA partitions the op, and would reject an op with a side effect."""
   mesh = make_mesh({"ranks": 2})
   sharding = jax.NamedSharding(mesh, PartitionSpec("ranks"))
   stacked = inputs(lead=(2,))

@@ -18,7 +18,7 @@ from ep._src.matmul import grouped_matmul as gm
 from ep._src.matmul import row_map
 from ep._src.matmul.row_map import map_used_rows
 
-C, USED, F = 600, 300, 4  # Some blocks and a partial block.
+C, USED, F = 600, 300, 4  # USED is two whole blocks and a partial block.
 
 
 def act(gates, values, weights):

@@ -13,7 +13,7 @@ C, HEIGHT = 1000, 128
 SIZES = {
   "one": [C],
   "none": [0] * 7,
-  "most tiles": [1] * (C // 9),  # Most segments begin off a multiple of 8.
+  "most tiles": [1] * (C // 9),  # Few segments begin at a multiple of 8.
   "last row": [0, C - 1, 1, 0, 0, 0, 0],
   "too many": [600, 600, 3, 0, 0, 0, 0],
   "negative": [-70, 30, 0, 0, 0, 0, 0],

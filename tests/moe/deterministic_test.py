@@ -78,7 +78,7 @@ def train(layout, view, dtype, compiler_options):
 
 
 def test_layouts_and_views_give_the_same_bits():
-  """One process compiles as users do; several have bfloat16 activations."""
+  """One process compiles with default options; several use bfloat16 tokens."""
   one = jax.process_count() == 1
   dtype, options = (
     (jnp.float32, None) if one else (jnp.bfloat16, QUICK_AND_ALIKE)
@@ -117,7 +117,7 @@ def test_nccl_is_refused():
 @pytest.mark.parametrize("name", ["router", "w_up", "shared_down"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_parameters_are_refused(name, dtype):
-  """JAX would round their gradients before it adds them."""
+  """JAX would round narrow parameters' gradients before it adds them."""
   layer, params = ep.MoE(CONFIG, group()), draw_params(CONFIG, np.zeros)
   params[name] = params[name].astype(dtype)
   words = rf"params\['{name}'\] is {dtype}, but deterministic = True .* float32"

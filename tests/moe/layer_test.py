@@ -37,7 +37,7 @@ from layer_steps import (
 import quick_compiler
 
 F, S = 6, 4  # inner sizes of an expert and of a shared one
-DETERMINISTIC = not GPU  # nccl refuses it
+DETERMINISTIC = not GPU  # nccl refuses deterministic layers.
 R = 4  # ranks
 PLACEMENT = ep.Placement(np.random.default_rng(7).permutation(E))
 
@@ -141,7 +141,7 @@ def dense(config, params, x, bias=None, mask=None):
 
 
 def with_grads(fn):
-  """Returns output, metrics, and gradients of a loss of all of them."""
+  """Returns a function of outputs, metrics, and gradients of a loss."""
 
   def loss(params, x, *others):
     y, metrics = fn(params, x, *others)
@@ -160,7 +160,6 @@ def with_grads(fn):
 
 
 def local_view(layer):
-  """Returns a function that calls the layer inside `shard_map`."""
   ranks = PartitionSpec(layer.group.token_axes)
 
   def call(params, x, mask=None):
@@ -389,7 +388,7 @@ def test_a_tight_capacity_drops_and_counts_the_drops():
 
 @of_one_process
 def test_fp8_rows_of_a_deterministic_layer_that_drops():
-  """fp8 represents -1, 0 and 1; a rank has more than one block of rows."""
+  """fp8 represents the tokens exactly; a rank has several blocks of rows."""
   dropping = dataclasses.replace(
     BIASED,
     hidden=32,

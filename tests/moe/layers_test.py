@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers and groups: several in one program, capacities, and values."""
+"""Tests several layers and groups in a program, capacities, and equality."""
 
 import dataclasses
 
@@ -173,7 +173,7 @@ def test_without_a_limit_tokens_are_counted_in_32_bits():
 
 @of_one_process
 def test_the_default_capacity_suffices_for_the_worst_case():
-  """Here the last rank receives every token of every rank."""
+  """In this test, the last rank receives every token of every rank."""
   config = layer(top_k=2, alignment=4)
   to_last = np.tile(np.array([E - 1, E - 2], np.int32), (ranks(config) * T, 1))
   check_round_trip(config, to_last)
@@ -194,7 +194,7 @@ def test_capacity_for_refuses(bad):
 
 
 def test_a_layer_inherits_the_drop_policy_of_its_group():
-  """`replace` keeps the group's policy, and also a policy that was stated."""
+  """`replace` keeps a drop policy, whether the group or the layer stated it."""
   fails = ep.EpLayerConfig(group(drop_by="fair"))
   drops = fails.replace(overflow="drop")
   chunks = fails.replace(overflow="chunk")

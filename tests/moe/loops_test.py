@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer puts no XLA collective into a loop or a branch around its ops.
 
-XLA:CPU would not order such a collective with those outside the loop; see
+XLA:CPU would not order such a collective with collectives outside the loop; see
 ep/_tools/collectives/unordered.py.
 """
 

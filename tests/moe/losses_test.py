@@ -43,7 +43,6 @@ def batch():
 
 
 def all_with_gradients(logits, idx, mask, axis_name=()):
-  """Returns the value of each loss, and its gradient."""
   options = dict(mask=mask, axis_name=axis_name)
   return {
     name: jax.value_and_grad(loss)(logits, idx, **options)
@@ -90,7 +89,6 @@ def _whole():
 
 
 def test_padding_counts_for_nothing():
-  """Padding changes no loss and gets no gradient."""
   logits, idx, mask = batch()
   expected = _expected(logits, idx, mask)
   for name, (value, gradient) in _whole().items():
@@ -160,7 +158,7 @@ def test_every_rank_has_the_value_and_gradient_of_the_whole_batch():
   mesh = make_mesh({"ep": 4})
 
   def ranks(logits, idx, mask):
-    # Each rank returns its value, so that the test sees every rank's.
+    # Each rank returns its value, so that the test sees all ranks' values.
     results = all_with_gradients(logits, idx, mask, "ep")
     return {
       name: (jax.lax.pcast(value, "ep", to="varying")[None], gradient)

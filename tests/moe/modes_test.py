@@ -2,9 +2,9 @@
 """Ops and layers, and their gradients, run in the strict modes of JAX.
 
 The modes are `jax_numpy_dtype_promotion=strict`, `jax_enable_x64`,
-`jax_debug_nans` and `jax_check_tracer_leaks`. Each mode leaves the dtypes of
-the results as they are without it. Strict promotion with x64 finds arrays of
-default dtypes: those have 64 bits, and JAX refuses to add them to others.
+`jax_debug_nans` and `jax_check_tracer_leaks`. No mode changes the dtypes of
+results. Strict promotion with x64 finds arrays of default dtypes: these arrays
+have 64 bits, and JAX refuses to add them to narrower arrays.
 
 A program is a function of one rank's arrays: JAX 0.10.2 itself leaks a tracer
 in the gradient of a `shard_map` with a psum.
@@ -40,7 +40,7 @@ def ids(*shape):
   return np.arange(np.prod(shape), dtype=np.int32).reshape(shape) % E
 
 
-# Options of `MoEConfig`, and arguments of a call.
+# Options of `MoEConfig`, and arguments of a call of the layer.
 LAYERS = {
   "router": (
     dict(biases=True, router_bias=True, weigh="early", jitter=0.1),
@@ -229,7 +229,7 @@ def test_programs(name):
   with strict(jax.checking_leaks()):
     lowered, expected = traced(step, args)
     lowered.lower()
-  # Checked mode writes NaNs into the tail, except under `jax_debug_nans`.
+  # Checked mode writes NaN into unused rows, except under `jax_debug_nans`.
   with strict(jax.enable_x64(True)), jax.debug_nans(True), ep.checked():
     assert types(jax.jit(step)(*args)) == expected
 

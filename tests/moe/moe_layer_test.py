@@ -58,12 +58,10 @@ def _dense_step(topk_idx, tokens, weights, matrices, ct, **options):
 
 
 def _arrays(case, **options):
-  """Returns the choices of a case, tokens, weights and matrices."""
   return case.topk_idx, case.tokens(), case.weights(), _matrices(**options)
 
 
 def _check(case, *arrays, view="global", rtol=1e-5, **options):
-  """Checks the output and the gradients of a layer."""
   args = *arrays, case.tokens()
   got = run_moe_step(case.layer, *args, view=view, **options)
   expected = _dense_step(*args, **options)
@@ -131,7 +129,7 @@ def test_an_activation_may_have_an_infinite_derivative_at_zero():
 def test_dropped_choices_add_nothing_and_have_no_gradient():
   dropping = layer().replace(recv_capacity_per_rank=4, overflow="drop")
   weights = Case(dropping, "skewed").weights()
-  case = Case(dropping, "skewed", routing_weights=weights)  # drops by "fair"
+  case = Case(dropping, "skewed", routing_weights=weights)  # drop_by is "fair".
   # The gradient of a weight is 1 where the oracle keeps the choice.
   tokens, ones = case.tokens(), np.ones_like(weights)
   rows = np.zeros((ranks(dropping), dropping.capacity, H), np.float32)
@@ -177,7 +175,7 @@ def test_matrices_that_do_not_fit(change, error, message):
 
 @of_one_process
 def test_the_tail_does_not_affect_results():
-  """Results have the same bits if the tail is zero and if it is NaN.
+  """Results have the same bits if unused rows are zero and if they are NaN.
 
   `jax_debug_nans` finds no NaN of a layer whose received rows are mostly tail.
   """
@@ -200,7 +198,7 @@ def test_the_tail_does_not_affect_results():
   ],
 )
 def test_fp8_rows_equal_rounded_tokens_and_cotangents(wire, mesh, options):
-  """All results have the same bits, matmuls included."""
+  """fp8 rows give the bits of rounded inputs, also after matmuls."""
   hidden = 128
   plain = ep.EpLayerConfig(group(mesh, hidden_dim=hidden), **options)
   case = Case(plain, "skewed", hidden=hidden)
@@ -223,7 +221,6 @@ def _padded(config):
 
 
 def _any_batch(*lead):
-  """Returns choices, tokens, weights and matrices of a batch."""
   rng = np.random.default_rng(0)
   idx = rng.permuted(np.tile(np.arange(E), (*lead, 1)), axis=-1)[..., :K]
   tokens = rng.normal(size=(*lead, H)).astype(np.float32)
@@ -269,7 +266,7 @@ def test_padded_examples_of_vmap():
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_pad_adds_nothing_where_no_padding_is_needed(is_local):
-  """A batch that divides and a rank's batch have the program without `pad`."""
+  """`pad` changes no program of a full batch, and none inside shard_map."""
   config = layer()
   fns = _padded(config), _moe(config)
   if is_local:

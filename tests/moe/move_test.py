@@ -69,7 +69,7 @@ def mover(here, specs, view):
   ],
 )
 def test_move_permutes_expert_arrays_only(mesh, view, placements, programs):
-  """All placements share a program; old=None and new=None need others."""
+  """All placements share a program; old=None or new=None needs another one."""
   here = group(mesh)
   dp = here.data_axes[0] if here.data_axes else None
   specs = {"w": P("ep", None, dp), "m": [P(None, "ep")], "router": P(None, dp)}

@@ -92,8 +92,8 @@ def test_results_equal_a_layer_without_options_on_one_domain(
 ):
   """Only gradients of matrices may differ, by the rounding of a sum.
 
-  `weigh` changes results, so both layers have it. Other tests combine these
-  options with weigh="late".
+  `weigh` changes results, so both layers have the same `weigh`. Other tests
+  combine these options with weigh="late".
   """
   weigh = options.get("weigh", "late")
   y, metrics, grads, grad_x = results(layer_of(weigh=weigh))

@@ -42,7 +42,7 @@ def arrays(config):
   ],
 )
 def test_outputs_metrics_and_gradients_have_the_same_bits(config, mesh, view):
-  """All placements share one program; a call without one gives equal bits."""
+  """All placements share a program, and a call without placement agrees."""
   layer = ep.MoE(config, group(mesh))
   params, *tokens = arrays(config)
 

@@ -46,7 +46,7 @@ def test_public_names_are_those_of_presets():
 
 @pytest.mark.parametrize("name", ep.presets.BY_NAME)
 def test_most_parameters_of_a_model_are_in_its_experts(name):
-  """The rest is attention, embeddings and dense layers."""
+  """The other parameters are attention, embeddings and dense layers."""
   cfg = ep.presets.BY_NAME[name]
   layers, total, active = PUBLISHED[name]
   shapes = jax.eval_shape(lambda key: ep.moe.init(key, cfg), jax.random.key(0))

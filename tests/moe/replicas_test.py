@@ -32,7 +32,6 @@ LOGITS = {
 
 
 def arrays(name, config=PLAIN):
-  """Returns whole parameters, tokens and a cotangent."""
   rng = np.random.default_rng(0)
   size = 1 if config.hidden == H else 2
   params = draw_params(config, lambda shape: rng.normal(size=shape) / size)

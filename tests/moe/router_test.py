@@ -27,7 +27,6 @@ SCORES = "softmax", "sigmoid", "sqrtsoftplus"
 
 
 def _route(logits, *args, **options):
-  """Calls `route_topk` in one compiled program."""
   route = functools.partial(router.route_topk, **options)
   return jit_quickly(lambda x: route(x, *args))(logits)
 
@@ -133,7 +132,7 @@ def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
 
 @pytest.mark.parametrize("score", SCORES)
 def test_one_choice_whose_weight_never_changes_gives_a_warning(score):
-  """The router has a gradient with K = 2, or K = 1 and normalize=False."""
+  """The router has a gradient if K = 2, or if K = 1 and normalize=False."""
 
   def gradient(top_k, **options):
     def loss(x):
@@ -185,9 +184,9 @@ def test_experts_come_from_the_best_groups(score, best, biased):
   chosen /= chosen.sum(-1, keepdims=True)
   np.testing.assert_allclose(weights, chosen, rtol=1e-5)
   free = np.argsort(-order, axis=-1, kind="stable")[..., :K]
-  assert (free != expected).any()  # the limit must matter
+  assert (free != expected).any()  # top_groups must matter
   other = [_choose_in_groups(t, 4, 2, 3 - best, K) for t in order]
-  assert (other != expected).any()  # and so must group_best
+  assert (other != expected).any()  # group_best must matter
 
 
 def test_equal_groups_are_ordered_by_id():

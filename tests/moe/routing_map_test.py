@@ -75,7 +75,7 @@ def test_choices_and_gradients_agree_with_the_map(axis_type):
 
 @of_one_process
 def test_a_row_with_too_many_experts():
-  """An eager call names the row; in a compiled program, ep_prepare does."""
+  """An eager call names the row. Otherwise ep_prepare raises the error."""
   a_layer = layer()
   routing_map, probs = dense((4 * T,))
   row = 2 * T + 1

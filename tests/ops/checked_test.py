@@ -32,7 +32,7 @@ def rows_and_sizes(ops, tokens, narrow, weights, rows, g):
 
 @of_one_process
 def test_an_unspecified_tail_is_nan():
-  """Checked mode fills the tail with NaN and changes no expert segment."""
+  """Checked mode fills unused rows with NaN, and changes no expert segment."""
   case = Case(layer(alignment=4, tail="unspecified"), "skewed")
   tokens, narrow, g = map(case.tokens, (np.float32, jnp.bfloat16, np.float16))
   inputs = tokens, narrow, case.weights(), case.rows(np.float16), g
@@ -73,7 +73,7 @@ def test_a_combine_that_is_not_finite(value, dtype):
 def test_rows_that_no_token_sums_may_be_nan():
   case = Case(layer(name="moe_3"), "to_one_expert")
   rows = np.full_like(case.rows(), np.nan)
-  rows[3] = case.rows()[3]  # That expert is on rank 3.
+  rows[3] = case.rows()[3]  # The only chosen expert is on rank 3.
   case.check(combine, rows)
 
 
@@ -81,7 +81,6 @@ def test_rows_that_no_token_sums_may_be_nan():
   jax.process_count() == 1, reason="one process has one program"
 )
 def test_processes_with_different_layers():
-  """The layers differ only in their names."""
   last = jax.process_index() == jax.process_count() - 1
   case = Case(layer(name="moe_4" if last else "moe_3"))
   case.check_error(["ep_prepare", "disagree", "layer"], sizes)

@@ -48,7 +48,7 @@ def combine_both(ops, rows, weights):
 
 
 def test_combine_reads_no_padding_and_no_tail():
-  """An expert may write NaN there."""
+  """An expert may write NaN into padding and unused rows."""
   case = Case(layer(alignment=4), "skewed")
   ones = np.ones_like(case.weights())
   _, owned = case.oracle.dispatch(case.tokens(), ones)

@@ -99,7 +99,7 @@ def test_dispatch_has_a_gradient_if_one_output_is_used(case):
 
 
 def test_the_handle_has_no_gradient(case):
-  """It is float0, as the gradient of any integer is in JAX."""
+  """The handle's gradient is float0, as of any integer array in JAX."""
 
   def through_handle(ops, tokens, weights, g):
     def out(handle, tokens):

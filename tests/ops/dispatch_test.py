@@ -87,7 +87,7 @@ def test_uint8_rows_with_scales():
 
 
 def segments(ops, tokens, weights):
-  """Returns the received rows and weights, with zeros in the tail."""
+  """Returns the received rows and weights, with zeros in unused rows."""
   group_sizes = ops.sizes().group_sizes
   recv, recv_weights = ops.dispatch(tokens, weights)
   used = jnp.arange(recv.shape[1]) < group_sizes.sum(-1, keepdims=True)
@@ -95,7 +95,7 @@ def segments(ops, tokens, weights):
 
 
 def test_segments_do_not_depend_on_the_tail():
-  """The padding of a segment is zero even if the tail is unspecified."""
+  """The padding of a segment is zero even with tail="unspecified"."""
   case = Case(layer(alignment=4, tail="unspecified"), "skewed")
   inputs = case.tokens(), case.weights()
   assert_same(case.run(segments, *inputs), case.oracle.dispatch(*inputs))

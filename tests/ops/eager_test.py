@@ -38,8 +38,6 @@ def compilations():
 
 
 def grad(fn):
-  """Returns a function of `fn`'s result and gradients."""
-
   def call(*args):
     out, vjp = jax.vjp(fn, *args)
     return out, vjp(out)
@@ -97,7 +95,7 @@ def test_a_second_call_compiles_nothing(of, transform):
   fn = transformed(transform, fn)
   with compilations() as found:
     fn(*inputs)
-  assert found  # or JAX has another name for the event
+  assert found  # otherwise JAX has renamed the event
   with compilations() as found:
     fn(*inputs)
   assert not found
@@ -112,7 +110,6 @@ def test_every_op_gives_the_bits_of_the_contract():
 
 
 def test_calls_that_differ_do_not_share_a_program():
-  """Calls differ in layers, routings and shapes."""
   for lead, options in [
     ((5,), {}),
     ((2, 2), {}),

@@ -35,7 +35,7 @@ N = 4 * T  # Tokens of all ranks.
 
 
 def with_id(value, at, dtype=np.int32, **options):
-  """Returns a case whose routing has this id at `at`, (token, choice)."""
+  """Returns a case whose routing has id `value` at `at`, (token, choice)."""
   good = Case(layer(name="moe_3", **options))
   bad = good.topk_idx.astype(dtype)
   bad[at] = value
@@ -44,7 +44,7 @@ def with_id(value, at, dtype=np.int32, **options):
 
 @pytest.mark.parametrize("value", [E, -2, 2**31 - 1, -(2**31)])
 def test_an_id_out_of_range(value):
-  """Only rank 2 has the id, and every rank's error gives its position."""
+  """Only rank 2 has the wrong id, and every rank's error gives its position."""
   words = [
     'ep_prepare(layer "moe_3")',
     "rank 2",
@@ -103,7 +103,6 @@ def test_a_repeated_call_raises_an_ep_error():
 
 
 def test_an_error_leaves_programs_in_flight_alone():
-  """The group works before and after the error."""
   bad, good = with_id(E, (0, 0)), Case(layer(), "skewed")
   inputs = good.tokens(), good.weights()
   outs = []
@@ -225,7 +224,7 @@ def test_an_op_after_finalize(compiled_before):
 
 
 def test_leaving_a_groups_context_waits_for_programs_in_flight():
-  """`ep_finalize` instead fails them; see lifetime_test."""
+  """`ep_finalize` instead fails programs in flight; see lifetime_test."""
   with bootstrap(make_mesh({"ep": 4})) as group:
     case = Case(ep.EpLayerConfig(group), whole=True)
     inputs = case.tokens(), case.weights()

@@ -53,8 +53,6 @@ def everything(layer, *args):
 
 
 def with_grads(layer, parts=PARTS):
-  """Returns a function of the result and the gradients of each part."""
-
   def call(*args):
     found = {}
     for part in parts:
@@ -72,7 +70,7 @@ def as_needed(mesh, x, params):
 
 
 def otherwise(mesh, x, params):
-  """Splits the first axis of each array of even length over other axes."""
+  """Splits arrays of even length over other axes than the layer needs."""
 
   def place(x, axes):
     return to_global(x, mesh, PartitionSpec(None if len(x) % 2 else axes))
@@ -153,7 +151,7 @@ def resharded_arrays(warnings):
 
 
 def test_gradients_outside_of_jit(recwarn):
-  """JAX demands the mesh context for gradients, even for the one of a sum."""
+  """JAX needs the mesh as context for gradients, even for a sum's gradient."""
   bound = layer(*EXPLICIT)
   with jax.set_mesh(bound.group.mesh):
     check(with_grads(bound, [moe_layer]), as_needed)
@@ -161,7 +159,6 @@ def test_gradients_outside_of_jit(recwarn):
 
 
 def test_an_array_of_one_device_is_refused():
-  """The error names the array and the sharding that the op needs."""
   x = jax.device_put(np.zeros((4 * T, K), np.int32), jax.local_devices()[0])
   words = r"topk_idx of shape.*the op needs NamedSharding.*\('dp', 'ep'\)"
   with pytest.raises(ValueError, match=words):

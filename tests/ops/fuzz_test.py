@@ -3,11 +3,12 @@
 
     python -m pytest tests/ops/fuzz_test.py --fuzz_cases=3000 --fuzz_seed=7
 
-A failure prints the command that repeats it alone. Case i of a seed does not
-depend on the other cases of the run. `ROUTINGS` cases share a layer, because
-each layer needs a compiled program; each case draws another routing and other
-arrays. Every second case has special values among its numbers. The xla backend
-runs every fourth layer, because XLA compiles its programs more slowly.
+A failure prints the command that repeats the failed case alone. Case i of a
+seed does not depend on the other cases of the run. `ROUTINGS` cases share a
+layer, because each layer needs a compiled program; each case draws another
+routing and other arrays. Every second case has special values among its
+numbers. XLA compiles programs of the xla backend slowly, so that backend runs
+every fourth layer only.
 """
 
 import os
@@ -22,7 +23,7 @@ import ep
 from groups import bootstrap, MESHES, ranks
 from op_functions import everything, sizes
 
-ROUTINGS = 50  # Cases of a layer.
+ROUTINGS = 50  # cases per layer
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 

@@ -54,8 +54,6 @@ def test_serialised_and_back(case):
 
 @of_one_process
 def test_donated_tokens_and_handle(case):
-  """A step can donate the handle and the tokens of a loop."""
-
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(handle, tokens, weights):
     return handle, round_trip(Ops(handle), tokens, weights)

@@ -67,7 +67,7 @@ def assert_hidden(program, *words, allow=()):
 
 
 def test_other_collectives_are_named():
-  """The error has the path and line of each, or of the op that needed it."""
+  """The error has the path and line of each collective, or of its cause."""
   program = other_collectives()
   where = "grad_sync", "hlo_test.py:"
   assert_hidden(program, "all-reduce", "all-gather", *where)
@@ -120,7 +120,7 @@ def test_other_spellings():
 
 
 def test_programs_that_are_not_compiled():
-  """The check refuses them, because XLA adds collectives later."""
+  """The check refuses these programs, because XLA adds collectives later."""
   lowered = lower((Case(layer()), sizes))
   for program in lowered, lowered.as_text(), jax.jit(lambda x: x):
     with pytest.raises(TypeError, match="compile()"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows beyond a rank's capacity are an error, or the op drops some of them.
+"""Rows beyond a rank's capacity raise an error, or the op drops rows.
 
 The drop policies choose the rows that the reference chooses.
 """
@@ -76,7 +76,7 @@ def test_drops_without_weights(mesh, routing, alignment, capacity):
 
 
 def narrow_layer(mesh, rows_per_rank, backend=BACKEND, **options):
-  """Returns a layer of a group for T tokens, with this capacity."""
+  """Returns a layer for T tokens per rank, with capacity `rows_per_rank`."""
   options = dict(overflow="drop") | options
   wide = group(mesh, max_tokens_per_rank=T, backend=backend)
   return ep.EpLayerConfig(wide, recv_capacity_per_rank=rows_per_rank, **options)
@@ -111,7 +111,6 @@ KINDS = [
 
 
 def cases_of(config, dtype=np.float32):
-  """Yields a case of each routing."""
   rng = np.random.default_rng(0)
   shape = ranks(config) * T, K
   for kind, kind_of_weights in KINDS:
@@ -150,7 +149,7 @@ def test_policies(mesh, drop_by, rows, view):
 
 @of_one_process
 def test_policies_on_xla():
-  """The xla backend shares the code that decides, so one mesh is enough."""
+  """The xla backend shares the code of the policies, so one mesh is enough."""
   options = dict(drop_by="fair", alignment=8)
   for case in cases_of(narrow_layer("ep2_dp2", 32, "xla", **options)):
     case.check(sizes)
@@ -287,7 +286,7 @@ def test_a_capacity_for_any_routing_needs_no_exchange():
   ],
 )
 def test_wrong_ids_are_reported_on_every_rank(short, changes, words):
-  """They are reported even if the policy drops the wrong choice."""
+  """Wrong ids are reported even if the policy drops the wrong choice."""
   ids, weights = short.routing
   ids = ids.copy()
   for at, value in changes.items():
@@ -319,7 +318,7 @@ def test_weights_that_do_not_fit_are_refused(short):
 
 @of_one_process
 def test_layers_share_the_code_of_the_policy(short):
-  """The program contains it once for layers that differ only in their names."""
+  """The program contains the policy once for layers with different names."""
   layers = [short.layer.replace(name=f"{i}") for i in range(3)]
 
   def call(ids, weights):
@@ -333,7 +332,7 @@ def test_layers_share_the_code_of_the_policy(short):
 
 @of_one_process
 def test_the_collectives_of_a_policy_are_not_hidden(short):
-  """The check allows these collectives by name, and reports all others."""
+  """The check allows a policy's collectives by name, and reports all others."""
   compiled = lower((short, sizes)).compile()
   assert "all-gather" in compiled.as_text()
   ep.assert_no_hidden_collectives(compiled)

@@ -71,7 +71,6 @@ def dequantized(rows, scales, dtype):
 
 
 def padded(x, length):
-  """Appends zeros to `x`."""
   shape = length - len(x), *x.shape[1:]
   return np.concatenate([x, np.zeros(shape, x.dtype)])
 

@@ -155,8 +155,8 @@ def test_ops(rng, alignment, capacity, dtype):
 
 
 def test_backward_is_the_transpose_of_forward(rng):
-  """Both agree on whole numbers, which float32 adds exactly in any order."""
-  capacity = 8  # not enough for all
+  """On whole numbers, sums in float32 are exact in any order."""
+  capacity = 8  # too small for all rows
   routing, _ = routings(rng, 4, capacity)
 
   def whole(*shape):

@@ -107,7 +107,7 @@ def test_a_routing_of_other_tokens():
 
 @pytest.mark.parametrize("array", [np.asarray, np.ndarray.tolist])
 def test_arrays_of_numpy_and_lists(array):
-  """Ops take any argument that `jnp.asarray` takes."""
+  """Ops take any array or list that `jnp.asarray` takes."""
 
   def call():
     handle = prepare(array(ids(N, K)))
@@ -129,7 +129,6 @@ def test_arrays_of_numpy_and_lists(array):
   ],
 )
 def test_a_batch_that_does_not_divide_over_the_ranks(n, name, call):
-  """The error names the array, the ranks and the remedy."""
   words = [name, f"({n}, ", "4 ranks", "multiple of 4", "-1", "pad=True"]
   assert_refused(lambda: call(n), *words)
 
@@ -237,7 +236,7 @@ def test_no_integer_of_numpy_or_python_wraps(shape, call):
 
 
 def test_no_integer_of_a_program_wraps():
-  """A program turns such a value into an invalid id or size."""
+  """A program turns an integer beyond 32 bits into an invalid id or size."""
   route = jax.jit(lambda i: ep.route_topk(zeros(1, E), 1, forced_idx=i)[0])
   multiply = jax.jit(ep.grouped_matmul)
   for value in 2**32 + 3, -(2**40) + 3, 2**32 - 1:

@@ -69,7 +69,7 @@ def test_dropped_rows_have_no_scales():
 
 
 def test_checked_mode_marks_the_tail():
-  """The tail is filled with ones, which are NaN in every float type."""
+  """All bits of unused rows are set, which is NaN in every float type."""
   case = Case(layer(alignment=4, tail="unspecified"), "skewed")
   arrays = inputs(case)
   with ep.checked():

@@ -255,7 +255,7 @@ def test_export_needs_disabled_checks(case):
 
 
 def test_exported():
-  """A loaded program uses the open group that has its group's name."""
+  """A loaded program uses the open group of the same name."""
   pytest.importorskip("flatbuffers", reason="the format of jax.export's files")
   mesh = make_mesh({"ep": 4})
   with bootstrap(mesh, **EXPORTED) as group:

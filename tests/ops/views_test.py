@@ -46,7 +46,6 @@ def test_views_agree(mesh, axis_type, view):
 
 
 def test_resharding_an_array_gives_a_warning(recwarn):
-  """The warning names the actual sharding and the needed sharding."""
   config = layer("dp2_ep2")
   case = Case(config, whole=True)
   mesh = config.group.mesh
@@ -56,7 +55,7 @@ def test_resharding_an_array_gives_a_warning(recwarn):
   with pytest.warns(UserWarning) as warnings:
     handle = ep.ep_prepare(config, resharded)
   (warning,) = warnings
-  assert warning.filename == __file__  # It points to the caller.
+  assert warning.filename == __file__  # The warning points to the caller.
   message = str(warning.message)
   for word in ["ep_prepare", "('ep', 'dp')", "('dp', 'ep')", "every call"]:
     assert word in message

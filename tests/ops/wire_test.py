@@ -104,7 +104,7 @@ def test_tangents_are_sent_as_fp8_rows():
 
 
 def test_unspecified_tail():
-  """The option does not change the expert segments."""
+  """An unspecified tail does not change the expert segments."""
   case = case_of("mxfp8", "skewed", tail="unspecified")
 
   def segments(ops, tokens, weights):
@@ -118,7 +118,7 @@ def test_unspecified_tail():
 
 
 def test_bytes_per_row(folder):
-  """Dispatch and the backward of combine send at most 0.53 of bfloat16.
+  """Dispatch and the backward of combine send at most 0.53 of bfloat16's bytes.
 
   Scales take one byte per 32 elements.
   """

@@ -390,7 +390,7 @@ def test_clusters_and_placements_are_checked():
 
 
 def test_an_expert_that_all_tokens_choose():
-  """The load exceeds 1/K of all choices, but a token chooses it only once."""
+  """An expert has more than 1/K of the load, but a token chooses it once."""
   loads = np.where(np.arange(E) == 5, 1e6, 1.0)
   found = forecast(CFG, cluster(), loads, tokens_per_rank=T, ep_sizes=[8])
   others = np.full(8, 8 * T * (K - 1) * 2 / (E - 1))

@@ -20,8 +20,8 @@ from ep._tools.planning.demand import Expected, Layout
 
 _HIDDEN, _TOP_K = 7168, 8
 _DOCS = pathlib.Path(__file__).parents[2] / "docs"
-# The inputs are the columns from source to published, and unit. table() writes
-# the other columns. MORI's README calls its other figures stale.
+# The tests read the columns from source to published, and the column unit;
+# table() writes the other columns. MORI's README calls its other figures stale.
 _PUBLISHED = (_DOCS / "published.csv").read_text()
 
 
@@ -105,7 +105,7 @@ def _traffic(figure):
 
 
 def _times(figure):
-  """Returns the seconds of each link at its full rate, and of the figure.
+  """Returns each link's seconds at full rate, and the figure's seconds.
 
   Sources count GB/s of different rows. Between nodes: the rows that a rank
   sends to all nodes, including the rank's node. Within a node: all rows that a

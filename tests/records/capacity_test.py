@@ -80,7 +80,7 @@ def test_drops_are_those_of_the_contract(mesh, alignment, drop_by, limit):
 
 
 def test_a_recorded_folder_and_its_table(tmp_path):
-  """Uses each complete step of the layer's name, recorded on other ranks."""
+  """Other ranks recorded the layer, and each complete step of it counts."""
   steps, a_layer = routings(), layer(name="moe_3")
   files.Writer(tmp_path, 0).write(
     files.Call("moe_3", 2, 1, rank, step, 0, "jit_f#0/1", step, half)
@@ -101,7 +101,7 @@ def test_a_recorded_folder_and_its_table(tmp_path):
 
 @has_no_limits
 def test_a_group_without_sizes():
-  """Takes the number of tokens from the routings, and reports no bytes."""
+  """Without sizes, routings give the token counts, and bytes are unknown."""
   steps, mesh = routings(), make_mesh({"ep": 4})
   expected = ep.suggest_capacity(layer(), steps)
   with ep.ep_bootstrap(
@@ -115,7 +115,7 @@ def test_a_group_without_sizes():
     assert got.bytes is None
     assert "bytes" in str(expected) and "bytes" not in str(got)
     assert len(str(got).splitlines()) == 2 + len(got.candidates)
-    # The minimum is a row per expert, and the layer accepts it.
+    # The minimum capacity is a row per expert, and the layer accepts it.
     none = np.full((4, K), -1)
     assert ep.suggest_capacity(a_layer, [none]).capacity == E // 4
     a_layer.replace(recv_capacity_per_rank=E // 4)

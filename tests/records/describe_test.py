@@ -112,7 +112,7 @@ def test_the_table_tells_what_nccl_keeps():
     on_gpu = with_values(group, max_token_dtype=jnp.dtype(dtype))
     on_gpu = config.replace(group=on_gpu)
     table = str(dataclasses.replace(summary, layer=on_gpu)).splitlines()
-    # 2 P T + C, with T rounded up to a multiple of 4.
+    # nccl keeps 2 P T + C rows, with T rounded up to a multiple of 4.
     assert table[1] == f"nccl keeps {2 * 4 * 8 + config.capacity}{words}"
 
 

@@ -151,7 +151,6 @@ def test_calls_outside_of_a_program_and_of_examples(folder):
 
 @of_one_process
 def test_drops_are_recorded(folder):
-  """Dropped choices are recorded unchanged."""
   a_layer = layer(overflow="drop", drop_by="fair", recv_capacity_per_rank=10)
   rng = np.random.default_rng(0)
   ids = draw(rng, (R * T, K), np.exp(-np.arange(E)))
@@ -171,7 +170,6 @@ def test_drops_are_recorded(folder):
 
 @of_one_process
 def test_chunks_are_one_call(folder):
-  """A layer that runs in chunks records one call per step."""
   a_layer = layer(overflow="chunk", recv_capacity_per_rank=16)
   busy = np.broadcast_to(np.arange(K, dtype=np.int32), (R * T, K))
   matrices = {"w_up": np.ones((E, H, 2)), "w_down": np.ones((E, 2, H))}
@@ -282,7 +280,7 @@ def test_a_record_that_cannot_be_made(folder, tmp_path):
   reason="XLA's collectives wait for a process that has failed",
 )
 def test_files_that_cannot_be_written(tmp_path):
-  """The process raises the error, and all other ranks raise an error.
+  """The process that cannot write raises the error; other ranks raise one.
 
   With several processes, the last one fails.
   """

@@ -31,7 +31,7 @@ def calls(steps, ranks=(0, 1), **changes):
 
 
 def test_ranks_may_run_independent_calls_in_any_order(tmp_path):
-  """Sites and runs group calls, and rank 0 determines their order."""
+  """Calls match by site and run, and rank 0 determines the order of steps."""
   rows = [
     call._replace(site=site, step=step, run=0, topk_idx=call.topk_idx + add)
     for rank, order in [(0, "ab"), (1, "ba")]
@@ -67,7 +67,6 @@ def test_steps_may_differ_in_their_tokens(tmp_path):
 
 
 def test_bad_files_are_errors(tmp_path):
-  """Errors name files that are truncated, damaged, foreign or missing."""
   with pytest.raises(ValueError, match="holds no record"):
     ep.replay(tmp_path)
   for process, ranks in (0, [0]), (1, [1]):
@@ -185,7 +184,7 @@ def test_a_record_does_not_fit_every_layer(tmp_path):
 
 
 def test_one_of_two_writers_has_the_folder(tmp_path):
-  """Holds before and after the first writer has written."""
+  """A second writer is refused before and after the first one has written."""
   first = files.Writer(tmp_path, 0)
   for _ in range(2):
     with pytest.raises(ValueError, match="holds a record already"):

@@ -16,7 +16,7 @@ import time
 import pytest
 
 _ROOT = pathlib.Path(__file__).absolute().parents[2]
-# The scripts call these programs and downloaders.
+# The scripts call these programs.
 _TOOLS = """
   bash cat chmod cp env flock mkdir mv readlink rm sh sha256sum sleep timeout
   touch uname
@@ -47,7 +47,7 @@ class Machine:
     shutil.copy(_ROOT / "bazelw", self.checkout)
     (self.checkout / ".bazelversion").write_text("7.7.1\n")
     rc = _ROOT / "tools" / "debian_bazel_rc.sh"
-    # The real script also does this after it has unpacked the packages.
+    # The real script also calls debian_bazel_rc.sh, after it unpacks packages.
     _program(
       self.checkout / "tools" / "debian_bazel.sh",
       f"""#!/bin/bash

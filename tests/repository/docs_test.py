@@ -30,7 +30,7 @@ def _example(path, title):
 
 
 def test_programs_of_the_pages_under_the_launcher(tmp_path):
-  """They exit with code 0 although one waits for no result."""
+  """The programs exit with code 0, although one waits for no result."""
   first = _example("docs/tutorial.md", "Twenty lines")
   second = _example("README.md", "The layer")
   code = f"{first}\ndef main():\n{textwrap.indent(second, '  ')}\nmain()\n"
@@ -56,7 +56,7 @@ sys.stdout = sys.stderr = open(path, "w")
 
 
 def test_pytest_under_the_launcher(tmp_path):
-  """Processes join with the conftest.py of the page."""
+  """The page's conftest.py makes the processes of pytest join JAX."""
   page = "docs/howto/without_accelerators.md"
   (tmp_path / "conftest.py").write_text(_example(page, "Several processes"))
   test = tmp_path / "count_test.py"
@@ -133,7 +133,7 @@ def test_the_worked_example():
     return np.concatenate([array, array])
 
   def as_slots(column, default=0.0):
-    """Returns a column as slots [P, C, ...], with the default in the tail."""
+    """Returns a column as slots [P, C, ...]; unused slots have the default."""
     out = np.full((2, capacity, *np.shape(slots[column][0])), default)
     for rank, slot, value in zip(
       slots["rank"], slots["slot"], slots[column], strict=True

@@ -10,8 +10,8 @@ import pytest
 
 import ep
 
-# From top to bottom. A package imports only packages of lower layers, and none
-# of its layer. Imports inside functions count.
+# From top to bottom. A package imports packages of lower layers only, and none
+# of the same layer. Imports inside functions also count.
 CORE = [
   {"moe"},
   {"ops"},
@@ -90,7 +90,7 @@ def test_only_compat_imports_private_jax():
 
 
 def test_no_import_is_only_for_type_checkers():
-  """Such an import hides a cycle. `ep/__init__.py` imports a name lazily."""
+  """Imports under TYPE_CHECKING hide cycles; ep/__init__.py is an exception."""
   for path in source_files():
     is_ep = path == pathlib.Path(ep.__file__)
     assert is_ep or "TYPE_CHECKING" not in path.read_text(), path

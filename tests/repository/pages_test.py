@@ -28,7 +28,7 @@ _PAGES = sorted(
   str(path.relative_to(_ROOT))
   for path in [*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md")]
 )
-# Readers must see the language of a block; MyST allows other kinds of blocks.
+# Matches a block of any language, and the text block right after the block.
 _FENCED = re.compile(
   r"^```(.*?)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.M | re.S
 )
@@ -156,7 +156,7 @@ def _check_resume(page: str, step: int) -> None:
 
 @pytest.mark.parametrize("page", _PAGES)
 def test_the_blocks_of_a_page(page):
-  """Each block has a language; Python parses, and its names of ep exist."""
+  """Each block has a language; Python code parses, and its ep.* names exist."""
   for block in _blocks(page):
     where = f"{page}:{block.line}"
     assert block.language in _LANGUAGES, where

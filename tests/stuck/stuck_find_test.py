@@ -20,7 +20,6 @@ import programs
 
 
 def own_report():
-  """Returns the report about this process."""
   return "\n".join(stuck.report(stuck.find([os.getpid()])))
 
 
@@ -57,7 +56,7 @@ def test_other_processes_are_refused(capsys):
 
 
 def test_another_user_is_refused(monkeypatch):
-  """With another user id, this process belongs to another user."""
+  """A fake user id makes this process belong to another user."""
   monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
   assert "is another user's; ask as that user" in stuck.main([str(os.getpid())])
 
@@ -72,7 +71,7 @@ def record(**fields):
 
 
 def memory(text, number=2, max_bytes=None, size=None, magic=b"ep_text1"):
-  """Returns the bytes of shared_text.h's format; text 2 is in buffer 0."""
+  """Returns `text` in the format of shared_text.h; text 2 is in buffer 0."""
   max_bytes = len(text) if max_bytes is None else max_bytes
   size = len(text) if size is None else size
   head = struct.pack("=8sQQQQ", magic, number, max_bytes, size, 0)
@@ -101,7 +100,7 @@ BAD = {
 
 
 def processes_with(bytes_of_memory):
-  """Returns the processes found while this process has such a record."""
+  """Returns the processes found while a memfd of this one has these bytes."""
   file = os.memfd_create("ep_status")
   try:
     os.write(file, bytes_of_memory)
@@ -155,7 +154,7 @@ def test_a_process_is_found_while_it_opens_and_closes_files():
 
 
 def test_a_signal_that_the_program_handles_is_not_sent():
-  """`ep stuck` then shows no stacks."""
+  """`ep stuck` shows no stacks if the program handles the signal."""
   program = """
 import faulthandler, os, signal, time
 signal.signal(signal.SIGRTMAX - 7, lambda *_: print("a signal"))

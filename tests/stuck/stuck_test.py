@@ -111,14 +111,13 @@ class Step:
     return self.step(*self.args)
 
   def check(self, rows):
-    """Checks that the result is unchanged."""
     expected, _ = self.case.oracle.dispatch(*self.arrays)
     assert_shards_equal(rows, expected)
 
 
 @host_only
 def test_a_rank_that_is_late_is_named():
-  """Also names the op, its layer and the waiting ranks; prints the stack."""
+  """The report names op, layer and ranks, and shows the late rank's stack."""
   group = bootstrap(
     make_mesh({"ep": 4}), name="a late group", timeout_s=4 * WAIT_S
   )

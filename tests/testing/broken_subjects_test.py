@@ -47,7 +47,6 @@ def _breaks(rule, says, base=HOST, **declared):
 
 
 def _then(dispatch, alter):
-  """Returns `dispatch` with its result altered."""
   return lambda *args: alter(dispatch(*args))
 
 
@@ -77,7 +76,7 @@ def _identity(backward):
 
 
 def _in_slabs(received):
-  """Returns whether each row `[C, 1]` is before the tail."""
+  """Returns whether each row `[C, 1]` belongs to an expert segment."""
   slots = jnp.arange(len(received.rows))[:, None]
   return slots < received.group_sizes.sum()
 

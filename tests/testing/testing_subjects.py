@@ -19,7 +19,6 @@ INNER = 4  # Inner size of an expert.
 
 
 def _ep(setting, *, overflow="drop", **options):
-  """Builds the ops of ep."""
   group = ep.ep_bootstrap(
     setting.mesh,
     num_experts=setting.num_experts,

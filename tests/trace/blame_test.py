@@ -44,7 +44,6 @@ class Cause:
     return f"{self.kind} at rank {self.rank}, layer {self.layer}"
 
   def delay(self, rank, layer):
-    """Delays a rank before its layer."""
     if (rank, layer) != (self.rank, self.layer):
       return
     until = time.monotonic() + LATE_S

@@ -67,7 +67,7 @@ def test_planted_causes_are_found(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_all_late_ranks_are_blamed(seed):
-  """Blames three of eight ranks, although none is last in half of the steps."""
+  """Three late ranks are blamed, although none is last in half the steps."""
   rng = np.random.default_rng(seed)
   late = rng.choice(8, 3, replace=False).tolist()
   exchanges = list(steps(rng, rows=[9] * 8))
@@ -179,7 +179,7 @@ def part(process, came, step):
 
 @pytest.mark.parametrize("ahead", [0.0, 7.0, -7.0])
 def test_clocks_are_aligned_by_the_exchanges(ahead):
-  """A process sees the other's arrival 1 ms late."""
+  """Each process sees the arrival of the other process 1 ms late."""
   theirs = [1.001 + ahead, 2.0 + ahead]
   merged = merge([part(0, [[1.0, 2.001]], 0), part(1, [theirs], 0)])
   assert merged["clocks"][1]["bound_s"] == pytest.approx(0.002)

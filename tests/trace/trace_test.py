@@ -171,7 +171,7 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
 
 
 def test_groups_of_one_name_have_separate_files(folder, monkeypatch):
-  """A group is resized, and then each process makes a group of that name."""
+  """A group is resized, then each process makes a group of the same name."""
   monkeypatch.setenv("EP_TRACE", str(folder))
   group = bootstrap(make_mesh({"ep": 4}), name="x/y")
   with contexts.in_trace(True):

@@ -51,7 +51,7 @@ class Meetings {
  private:
   const int64_t num_ranks_;
   std::mutex mutex_;
-  // By run id and site, then by rank.
+  // The posted calls, by run id and site, then by rank.
   std::map<std::pair<int64_t, uint64_t>,
            std::map<int32_t, std::pair<ep::Call, Args>>>
       posted_;
