@@ -78,17 +78,17 @@ def _assign(
   if layer.ep_size > 1:
     shared = lax.all_gather(shared, axis, tiled=True)
   blocks = layer.capacity_for(len(ids)) // layer.alignment
-  gets_row, dropped_counts = _place(
+  last, dropped_counts = _last_kept(
     layer, blocks, shared[..., 0].reshape(-1), shared[..., 1].reshape(-1)
   )
-  me = lax.axis_index(axis)
-
-  def mine(x: jax.Array, size: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(x, me * size, size)
-
-  gets_row = mine(gets_row, ids.size).reshape(ids.shape)
-  dropped_counts = mine(dropped_counts, layer.num_local_experts)
-  return jnp.where(gets_row, ids, -1), dropped_counts
+  me, L = lax.axis_index(axis), layer.num_local_experts
+  order = lax.dynamic_slice_in_dim(shared[..., 1], me * len(ids), len(ids))
+  place = me * ids.size + iota(ids.size).reshape(ids.shape)
+  of_expert = jax.tree.map(lambda x: x[ids], last)
+  is_before = (order == of_expert.order) & (place <= of_expert.place)
+  is_before |= order < of_expert.order
+  dropped_counts = lax.dynamic_slice_in_dim(dropped_counts, me * L, L)
+  return jnp.where(is_before, ids, -1), dropped_counts
 
 
 def _by_weight(weights: jax.Array) -> jax.Array:
@@ -114,13 +114,23 @@ class _Choices(NamedTuple):
   row: jax.Array  # index among the expert's rows if nothing were dropped
 
 
-def _place(
+class _Last(NamedTuple):
+  """The last choices, by `order` and then `place`, that get a row, int32 [E].
+
+  The place is -1 for an expert without rows.
+  """
+
+  order: jax.Array
+  place: jax.Array
+
+
+def _last_kept(
   layer: LayerConfig, blocks: int, experts: jax.Array, order: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[_Last, jax.Array]:
   """Assigns the rows of all ranks, `blocks` per rank, to the choices [n].
 
   An expert keeps its choices of least `order`; ties keep array order. Returns
-  bool [n], whether each choice gets a row, and int32 [E], the number of dropped
+  the last choice that each expert keeps, and int32 [E], the number of dropped
   choices of each expert.
   """
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
@@ -128,15 +138,18 @@ def _place(
   expert, order, place = lax.sort((experts, order, place), num_keys=3)
   start = jnp.searchsorted(expert, iota(E + 1)).astype(jnp.int32)
   wanted = jnp.diff(start)
-  row = iota(place.size) - start[expert]
   if layer.rule(is_weighted=True) == "fair":
     quota = _quota_fairly(blocks, _blocks(layer, wanted).reshape(P, L))
   else:
+    row = iota(place.size) - start[expert]
     quota = _quota_by_weight(layer, blocks, _Choices(expert, order, place, row))
-  rows = quota.reshape(E) * layer.alignment
-  gets_row = row < jnp.append(rows, 0)[expert]
-  gets_row = jnp.zeros(place.shape, bool).at[place].set(gets_row)
-  return gets_row, wanted - jnp.minimum(wanted, rows)
+  kept = jnp.minimum(wanted, quota.reshape(E) * layer.alignment)
+  at = start[:-1] + kept - 1
+  least = np.int32(np.iinfo(np.int32).min)
+  last = _Last(
+    jnp.where(kept > 0, order[at], least), jnp.where(kept > 0, place[at], -1)
+  )
+  return last, wanted - kept
 
 
 def _quota_fairly(blocks: int, wants: Any) -> Any:
