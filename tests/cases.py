@@ -77,7 +77,7 @@ class Case:
 
   @property
   def routing(self):
-    """Returns the arguments of `ep_prepare` after the layer."""
+    """Returns the arguments that `ep_prepare` takes besides the layer."""
     if self._routing_weights is None:
       return (self.topk_idx,)
     return self.topk_idx, self._routing_weights

@@ -139,7 +139,7 @@ def _float32(x: Array) -> Array:
 
 
 def _rounded(matrix: Array, dtype: jnp.dtype) -> Array:
-  """Returns a matrix in float32, rounded to `dtype` if it has another dtype.
+  """Rounds a matrix to `dtype`, and returns the values as float32.
 
   XLA may remove a conversion and its inverse, but not `reduce_precision`.
   """
