@@ -198,7 +198,7 @@ def test_the_tail_does_not_affect_results():
   ],
 )
 def test_fp8_rows_equal_rounded_tokens_and_cotangents(wire, mesh, options):
-  """A layer with fp8 transport equals a layer whose inputs were rounded to fp8."""
+  """A layer with fp8 transport equals a layer with inputs rounded to fp8."""
   hidden = 128
   plain = ep.EpLayerConfig(group(mesh, hidden_dim=hidden), **options)
   case = Case(plain, "skewed", hidden=hidden)

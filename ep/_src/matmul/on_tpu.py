@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the implementation on TPUs, when an op is lowered.
 
-A grouped matmul runs megablox for bfloat16 and float32 of shapes that fit, and
-otherwise `lax.ragged_dot`. A function of rows runs in the kernel of
+A grouped matmul of bfloat16 or float32 runs the kernels of by_tpu_kernels.py,
+and otherwise `lax.ragged_dot`. A function of rows runs in the kernel of
 tpu_row_map.py, if this JAX lowers it, or else over all rows.
 """
 
@@ -17,11 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep._src.matmul import by_megablox, by_ragged_dot
+from ep._src.matmul import by_ragged_dot
 
 _logger = logging.getLogger("ep")
 _DTYPES = (jnp.bfloat16, jnp.float32)
-_LANES = 128
 
 
 def choose(rows: Any, matrices: tuple[int, int, int]) -> Any:
@@ -32,35 +31,33 @@ def choose(rows: Any, matrices: tuple[int, int, int]) -> Any:
     matrices: the shape of the matrices, [L, F, G].
   """
   shape = f"{rows.shape[0]} rows of {rows.dtype} and matrices {matrices}"
-  obstacle = None
-  if rows.dtype not in _DTYPES:
-    obstacle = f"the kernels take bfloat16 and float32, not {rows.dtype}"
-  elif rows.shape[0] % by_megablox.ROWS or min(matrices[1:]) < _LANES:
-    obstacle = (
-      f"the kernels need a multiple of {by_megablox.ROWS} rows, and widths of"
-      f" at least {_LANES}"
+  if rows.dtype not in _DTYPES or 0 in (*rows.shape, *matrices):
+    _log(
+      f"grouped_matmul of {shape} runs lax.ragged_dot, because the kernels take"
+      " bfloat16 and float32, and no empty arrays"
     )
-  if obstacle is None:
-    _log(f"grouped_matmul of {shape} runs megablox")
-    return by_megablox
-  _log(f"grouped_matmul of {shape} runs lax.ragged_dot, because {obstacle}")
-  return by_ragged_dot
+    return by_ragged_dot
+  _log(f"grouped_matmul of {shape} runs kernels of Pallas")
+  from ep._src.matmul import by_tpu_kernels  # it imports Pallas
+
+  return by_tpu_kernels
 
 
 def row_map(
-  fn: Callable[..., Any], arrays: Sequence[Any]
+  fn: Callable[..., Any], arrays: Sequence[Any], in_place: bool
 ) -> Callable[..., Sequence[jax.Array]] | None:
   """Returns `map_rows` of tpu_row_map.py, or None; logs the choice.
 
   Args:
     fn: the function of rows.
     arrays: the shapes and dtypes of its arguments.
+    in_place: see `tpu_row_map.map_rows`.
   """
   obstacle = _obstacle(fn, tuple((x.shape, x.dtype) for x in arrays))
   shapes = ", ".join(f"{x.dtype}{[*x.shape]}" for x in arrays)
   if obstacle is None:
     _log(f"a function of rows {shapes} runs a kernel of Pallas")
-    return _kernel()
+    return functools.partial(_kernel(), in_place=in_place)
   _log(f"a function of rows {shapes} runs over all rows, because {obstacle}")
   return None
 

@@ -180,7 +180,9 @@ def _lower_on_cuda(
 def _lower_on_tpu(
   ctx: Any, *operands: Any, fn: Callable[..., Any], tail: str
 ) -> Any:
-  kernel = on_tpu.row_map(fn, ctx.avals_in[1:])
+  # A gradient is often the last reader of its operands, its cotangents always.
+  in_place = isinstance(fn, _Transposed)
+  kernel = on_tpu.row_map(fn, ctx.avals_in[1:], in_place)
   lower = _lowering(kernel) if kernel else _lower_to_all_rows
   return lower(ctx, *operands, fn=fn, tail=tail)
 

@@ -30,11 +30,12 @@ def map_rows(
   num_used: jax.Array,
   arrays: Sequence[jax.Array],
   *,
-  interpret: Any = False,
+  in_place: bool = False,
 ) -> list[jax.Array]:
   """Returns `fn(*arrays)`; rows after the last used block are unwritten.
 
-  `interpret` is a parameter of `pl.pallas_call`.
+  If `in_place`, results take the memory of the last arrays of their types. XLA
+  copies such an array first if the program reads it later.
   """
   outs = jax.eval_shape(fn, *arrays)
   height = _height([*arrays, *outs])
@@ -59,7 +60,12 @@ def map_rows(
     in_specs=[*map(spec, arrays)],
     out_specs=[*map(spec, outs)],
     out_shape=[jax.ShapeDtypeStruct(_matrix(x), x.dtype) for x in outs],
-    interpret=interpret,
+    input_output_aliases=_aliases(arrays, outs) if in_place else {},
+    cost_estimate=pl.CostEstimate(
+      flops=0,
+      bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, *outs)),
+      transcendentals=0,
+    ),
   )(*(x.reshape(_matrix(x)) for x in arrays))
   return [x.reshape(out.shape) for x, out in zip(mapped, outs, strict=True)]
 
@@ -75,6 +81,18 @@ def _of_block(
   no_mesh = jax.sharding.AbstractMesh((), ())
   with jax.enable_x64(False), jax.sharding.use_abstract_mesh(no_mesh):
     return jax.make_jaxpr(fn)(*blocks)
+
+
+def _aliases(arrays: Sequence[Any], outs: Sequence[Any]) -> dict[int, int]:
+  """Returns the array, by position, whose memory a result takes."""
+  aliases: dict[int, int] = {}
+  for position, out in enumerate(outs):
+    for i in reversed(range(len(arrays))):
+      same = (arrays[i].shape, arrays[i].dtype) == (out.shape, out.dtype)
+      if same and i not in aliases:
+        aliases[i] = position
+        break
+  return aliases
 
 
 def _matrix(x: Any) -> tuple[int, ...]:
