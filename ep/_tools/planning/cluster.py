@@ -156,7 +156,7 @@ NODES = types.MappingProxyType(
     # AMD's page of the MI355X: 288 GB, and 7 links of 153 GB/s. MORI's README
     # measures a MI355X with a network card of 400 Gb/s.
     "mi355x": Cluster(1, 8, 537, 50, 288, 2500),
-    # Google's page of each TPU, per chip. v5e: 197 TFLOPS, 16 GB (800 GiB/s),
+    # Google's page of each TPU, per chip. v5e: 197 TFLOPS, 16 GB (819 GB/s),
     # 400 GB/s of ICI, and 6.4 Tb/s of network for the 256 chips of a pod.
     "v5e": Cluster(1, 256, 25, 3.1, 16, 197),
     # 459 TFLOPS, 95 GiB (2765 GB/s), 1200 GB/s of ICI, 50 Gb/s of network.
