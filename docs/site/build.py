@@ -46,7 +46,7 @@ howto/without_accelerators howto/test_a_transport
 The layer: moe router training planner sharp_bits errors
 Reference: reference/ep reference/moe reference/presets reference/launch \
 reference/quant reference/lax reference/debug reference/testing
-Design: semantics architecture performance gpu gpu_results
+Design: semantics architecture performance gpu gpu_results tpu
 The project: versions changelog contributing security
 """
 

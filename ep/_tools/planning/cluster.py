@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a GPU cluster: its nodes, link rates, memory and compute rate."""
+"""Describes a cluster: its nodes, link rates, memory and compute rate."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 
 from ep._src.base import arguments
@@ -23,7 +24,8 @@ class Cluster:
       )
 
   Args:
-    num_nodes: nodes, each a set of GPUs that NVLink or a similar link connects.
+    num_nodes: nodes, each a set of GPUs that NVLink or a similar link connects,
+      or a slice of TPUs. Then a "GPU" is a JAX device, and "NVLink" is ICI.
     gpus_per_node: GPUs of a node. Rank r is GPU `r % gpus_per_node` of node
       `r // gpus_per_node`.
     nvlink_gb_s: NVLink rate of a GPU in each direction, in 10^9 bytes per
@@ -76,9 +78,13 @@ class Cluster:
     """Returns a cluster of a published machine.
 
     Args:
-      name: "dgx_h100", "h800", "dgx_b200", "gb200_nvl72", "mi300x" or "mi355x".
+      name: "dgx_h100", "h800", "dgx_b200", "gb200_nvl72", "mi300x", "mi355x",
+        "v5e", "v5p", "v6e" or "tpu7x".
       num_nodes: number of nodes.
-      gpus_per_node: GPUs used in each node; None for all.
+      gpus_per_node: GPUs used in each node; None for all. For TPUs, devices of
+        a slice, which determine the rate of a device: the rows of an even
+        exchange share the links across the middle of the slice. None is the
+        smallest torus: a pod of v5e and v6e, 64 chips of v5p and tpu7x.
 
     Raises:
       ValueError: the machine is not known.
@@ -90,9 +96,39 @@ class Cluster:
       " machine with ep.Cluster(...).",
     )
     node = dataclasses.replace(NODES[name], num_nodes=num_nodes)
-    if gpus_per_node is None:
-      return node
-    return dataclasses.replace(node, gpus_per_node=gpus_per_node)
+    if gpus_per_node is not None:
+      node = dataclasses.replace(node, gpus_per_node=gpus_per_node)
+      if name in _ICI:
+        rate = _slice_gb_s(name, gpus_per_node)
+        node = dataclasses.replace(node, nvlink_gb_s=rate)
+    return node
+
+
+# For each TPU: the dimensions of a slice, the GB/s of an ICI link in each
+# direction, and the devices of a chip. A chip has two links in each dimension,
+# and Google states the sum of both directions of all its links.
+_ICI = types.MappingProxyType(
+  {
+    "v5e": (2, 50, 1),
+    "v5p": (3, 100, 1),
+    "v6e": (2, 100, 1),
+    "tpu7x": (3, 100, 2),
+  }
+)
+
+
+def _slice_gb_s(name: str, devices: int) -> float:
+  """Returns the rate of a device if all devices of a slice exchange evenly.
+
+  Half of the rows cross the middle of the slice's longest side. With n chips in
+  a row, n / 2 chips on each side share one link, or two in a torus. The sides
+  of a slice are powers of two, which differ by a factor of two at most.
+  """
+  dimensions, link_gb_s, devices_per_chip = _ICI[name]
+  chips = devices / devices_per_chip
+  side = 2.0 ** math.ceil(math.log2(max(chips, 1)) / dimensions)
+  links = 2 if devices >= NODES[name].gpus_per_node else 1
+  return 4 * links * link_gb_s / side / devices_per_chip
 
 
 # One node of each machine. Vendors state the NVLink rate of both directions
@@ -120,5 +156,15 @@ NODES = types.MappingProxyType(
     # AMD's page of the MI355X: 288 GB, and 7 links of 153 GB/s. MORI's README
     # measures a MI355X with a network card of 400 Gb/s.
     "mi355x": Cluster(1, 8, 537, 50, 288, 2500),
+    # Google's page of each TPU, per chip. v5e: 197 TFLOPS, 16 GB (819 GB/s),
+    # 400 GB/s of ICI, and 6.4 Tb/s of network for the 256 chips of a pod.
+    "v5e": Cluster(1, 256, 25, 3.1, 16, 197),
+    # 459 TFLOPS, 95 GiB (2765 GB/s), 1200 GB/s of ICI, 50 Gb/s of network.
+    "v5p": Cluster(1, 64, 200, 6.25, 95, 459),
+    # 918 TFLOPS, 32 GB (1638 GB/s), 800 GB/s of ICI, 100 Gb/s of network.
+    "v6e": Cluster(1, 256, 50, 12.5, 32, 918),
+    # 2307 TFLOPS, 192 GiB (7380 GB/s), 1200 GB/s of ICI, 100 Gb/s of network. A
+    # chip has two devices, so a device has half of each.
+    "tpu7x": Cluster(1, 128, 100, 6.25, 96, 1153.5),
   }
 )
