@@ -21,7 +21,7 @@ namespace ep {
 // exported functions and handlers, the handlers' attributes, and the C structs
 // and enums. Change it here and in ep/_src/native/ffi.py with every change of
 // these. Python refuses a library of another version before any other call.
-inline constexpr int32_t kInterfaceVersion = 1;
+inline constexpr int32_t kInterfaceVersion = 2;
 
 // Runs `body`, and returns its status as a C function does.
 template <typename Body>

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -192,6 +193,8 @@ class NcclConnection(connection.NativeConnection):
     self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     lower = functools.partial(super().lower, op, params=params)
+    if op == "ep_dispatch_bwd":
+      lower = functools.partial(_in_one_result, lower)
     if op != "ep_prepare":
       lower = functools.partial(_with_fitting_rows, lower)
     return lower(ctx, *operands)
@@ -301,6 +304,26 @@ def _with_fitting_rows(
   wide = jax.core.ShapedArray((moved.shape[0], width), moved.dtype)
   outs = lower(ctx.replace(avals_out=[wide, *others]), *operands)
   return compat.lower_local(cut)(ctx.replace(avals_in=[wide, *others]), *outs)
+
+
+def _in_one_result(
+  lower: Callable[..., Any], ctx: LoweringContext, *operands: Any
+) -> Any:
+  """Lowers an op to a call with one result: its rows, and then its weights."""
+  rows: Any
+  weights: Any
+  rows, weights = ctx.avals_out
+  parts = weights.dtype.itemsize // rows.dtype.itemsize
+  num_elements = rows.size + weights.size * parts
+  both = jax.core.ShapedArray((num_elements,), rows.dtype)
+
+  def split(x: jax.Array) -> list[jax.Array]:
+    bits = x[rows.size :].reshape(*weights.shape, parts)
+    floats = lax.bitcast_convert_type(bits, jnp.float32)
+    return [x[: rows.size].reshape(rows.shape), floats.reshape(weights.shape)]
+
+  results = lower(ctx.replace(avals_out=[both]), *operands)
+  return compat.lower_local(split)(ctx.replace(avals_in=[both]), *results)
 
 
 def _check_capability(device: jax.Device) -> None:
