@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import os
+import pathlib
+import shlex
 import socket
 from typing import Any
 
@@ -68,6 +70,14 @@ def compiler_options() -> dict[str, str]:
     for name, value in jax.config.values.items()
     if any(word in name for word in words)
   }
+
+
+def xla_flags() -> dict[str, str]:
+  """Returns the last flag of each name in $XLA_FLAGS, by name, as "--xla_a"."""
+  text = os.environ.get("XLA_FLAGS", "").strip()
+  if text and not text.startswith("-"):  # the name of a file of flags
+    text = pathlib.Path(text).read_text()
+  return {flag.partition("=")[0]: flag for flag in shlex.split(text)}
 
 
 def concrete_context_mesh() -> jax.sharding.Mesh | None:

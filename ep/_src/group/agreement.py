@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import functools
 import hashlib
 import itertools
-import os
 import pathlib
-import shlex
 from typing import Any
 import urllib.parse
 
@@ -182,13 +180,9 @@ def _compiler_settings() -> dict[str, str]:
 
 
 def _xla_flags() -> str:
-  text = os.environ.get("XLA_FLAGS", "").strip()
-  if text and not text.startswith("-"):  # the name of a file of flags
-    text = pathlib.Path(text).read_text()
-  flags = shlex.split(text)
-  last = {flag.partition("=")[0]: flag for flag in flags}
-  names = [n for n in sorted(last) if not n.startswith(_HARMLESS_FLAGS)]
-  return " ".join(last[name] for name in names) or "(none)"
+  flags = compat.xla_flags()
+  names = [n for n in sorted(flags) if not n.startswith(_HARMLESS_FLAGS)]
+  return " ".join(flags[name] for name in names) or "(none)"
 
 
 def _file_digest(files: Iterable[pathlib.Path]) -> str:

@@ -36,6 +36,14 @@ _MIN_COMPUTE_CAPABILITY = 9.0
 # "xla": groups borrow XLA's communicators; "own": they create communicators.
 _COMMUNICATOR = "EP_NCCL_COMMUNICATOR"
 
+# With other values of these flags, XLA may run a collective on the stream of
+# the program while an op runs on the stream of collectives. Each of the two may
+# then hold resources of the GPU that the other waits for.
+_SAFE_XLA_FLAGS = {
+  "--xla_gpu_enable_latency_hiding_scheduler": ("true", "1"),
+  "--xla_gpu_experimental_parallel_collective_overlap_limit": ("1",),
+}
+
 
 class NcclBackend(Backend):
   """Serves GPUs that NCCL EP supports, one for each process.
@@ -102,6 +110,7 @@ class NcclBackend(Backend):
       )
     for device in devices:
       _check_capability(device)
+    _check_xla_flags()
     libraries = installation.prepare(devices[0])
     return ", ".join(filter(None, [ffi.path_and_interface("nccl"), *libraries]))
 
@@ -117,6 +126,7 @@ class NcclBackend(Backend):
     # `join` tells other processes of a failure in here.
     def introduce() -> dict[str, Any]:
       self.check_sizes(group)
+      _check_xla_flags()
       ffi.library("nccl")
       libraries = installation.prepare(device)
       mine = dict(communicator=_communicator())
@@ -229,6 +239,20 @@ def _communicator() -> str:
       ' "own", which is the default.'
     )
   return value
+
+
+def _check_xla_flags() -> None:
+  """Raises `ValueError` if ranks might wait for one another indefinitely."""
+  flags = compat.xla_flags()
+  for name, safe in _SAFE_XLA_FLAGS.items():
+    flag = flags.get(name, name)
+    _, _, value = flag.partition("=")
+    if value and value.lower() not in safe:
+      raise ValueError(
+        f"ep_bootstrap: $XLA_FLAGS has {flag}, with which XLA may run its"
+        " collectives beside the kernels of NCCL EP, so that ranks wait for"
+        ' one another indefinitely; remove the flag, or pass backend="xla".'
+      )
 
 
 def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
