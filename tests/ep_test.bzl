@@ -22,6 +22,12 @@ _VARIANTS = {
         deps = ["//third_party/py:jax_gpu"],
         tags = ["gpu", "multiaccelerator", "requires-gpu-nvidia"],
     ),
+    "gpu_compiler": struct(
+        platform = "cpu",
+        backend = {},
+        deps = ["@ep_gpu_compiler_pypi//:jax_cuda13_plugin"],
+        tags = ["manual"],
+    ),
     "xla": struct(
         platform = "cpu",
         backend = {"EP_TEST_BACKEND": "xla"},
@@ -51,6 +57,7 @@ def ep_test(
         worlds = ["1x4", "2x2"],
         gpu = None,
         xla = [],
+        gpu_compiler = [],
         first_cases = True,
         smoke = [],
         quick_compiler = False,
@@ -63,7 +70,8 @@ def ep_test(
 
     The tests are named <name>_<layout>_<platform>. The suite <name> has all CPU
     tests. Only --config=gpu runs GPU tests; see docs/gpu.md. <name>_<layout>_xla
-    runs on the CPU with backend="xla".
+    runs on the CPU with backend="xla", and <name>_<layout>_gpu_compiler compiles
+    for GPUs.
 
     Args:
       name: of the suite.
@@ -77,6 +85,8 @@ def ep_test(
       gpu: whether the test runs on GPUs, as 4x1; default: whether one of the
         layouts has several processes.
       xla: the layouts that also test backend="xla", which compiles slowly.
+      gpu_compiler: the layouts that run with JAX's CUDA plugin, without a GPU. The
+        plugin takes 400 MB, so these tests are manual: CI names them.
       first_cases: whether 2x2 runs each test function only with its first
         parameters. 2x2 shows the effect of a second process; 1x4 shows the effect
         of shapes and options in half the time.
@@ -92,7 +102,8 @@ def ep_test(
     """
     srcs = srcs or [name + ".py"]
     on_cpu = _on_cpu(worlds, xla)
-    for world, variant in on_cpu + _on_gpu(worlds, gpu):
+    compiled = [(world, "gpu_compiler") for world in gpu_compiler]
+    for world, variant in on_cpu + compiled + _on_gpu(worlds, gpu):
         on = _VARIANTS[variant]
         suffix = "{}_{}".format(world, variant)
         py_test(
@@ -115,10 +126,11 @@ def ep_test(
             deps = deps + on.deps + ["//tests:harness"],
             **kwargs
         )
-    native.test_suite(
-        name = name,
-        tests = [
-            "{}_{}_{}".format(name, world, variant)
-            for world, variant in on_cpu
-        ],
-    )
+    if on_cpu:  # A suite of no tests would have all tests of the package.
+        native.test_suite(
+            name = name,
+            tests = [
+                "{}_{}_{}".format(name, world, variant)
+                for world, variant in on_cpu
+            ],
+        )

@@ -38,12 +38,26 @@ def _pip(rctx, python):
         return [python.path, wheel + "/pip"]
     fail("{} has no pip. Install it (on Debian: apt-get install python3-pip) and run this again.".format(python.path))
 
+def _only(lock, packages):
+    """Returns the requirements of `packages` in `lock`, the text of a lock."""
+    lines = []
+    wanted = False
+    for line in lock.split("\n"):
+        if line and line[0] not in " #":
+            wanted = line.partition("==")[0] in packages
+        if wanted:
+            lines.append(line)
+    return "\n".join(lines)
+
 def _pip_packages_impl(rctx):
     python = host_python(rctx)
     if python.version not in _PYTHONS:
         fail("The locks are for Python {}, and this machine has {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, or, in a module that uses jax_ep, replace these packages by that module's: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(", ".join(_PYTHONS), python.version))
     lock = rctx.path(rctx.attr.lock)
     rctx.watch(lock)  # pip reads the lock, so Bazel does not watch it otherwise
+    if rctx.attr.packages:
+        rctx.file("lock.txt", _only(rctx.read(lock), rctx.attr.packages))
+        lock = rctx.path("lock.txt")
     rctx.report_progress("pip installs {}".format(lock.basename))
     _run(rctx, _pip(rctx, python) + [
         "install",
@@ -75,7 +89,7 @@ def _pip_packages_impl(rctx):
 pip_packages = repository_rule(
     implementation = _pip_packages_impl,
     doc = """\
-Installs every package of a lock, and declares a py_library for each.
+Installs packages of a lock, and declares a py_library for each.
 
 The name of a library is the name of its package, in lower case with underscores.
 The data of a library are whole folders, so that a runfiles tree or a sandbox has
@@ -84,6 +98,8 @@ one link instead of thousands.""",
         "bytecode": attr.string_list(doc = """\
 The folders to compile to bytecode, which many processes import."""),
         "lock": attr.label(mandatory = True, doc = _LOCK_DOC),
+        "packages": attr.string_list(doc = """\
+The packages to install. The default is all packages of the lock."""),
         "_write_build": attr.label(default = ":pip_write_build.py"),
     },
 )

@@ -104,6 +104,16 @@ def ep_repositories():
             lock = Label("//third_party/py:requirements_lock_cuda" + version + ".txt"),
         )
 
+    # XLA's compiler for GPUs, which needs none of NVIDIA's libraries.
+    pip_packages(
+        name = "ep_gpu_compiler_pypi",
+        lock = Label("//third_party/py:requirements_lock_cuda13.txt"),
+        packages = [
+            "jax-cuda13-pjrt",
+            "jax-cuda13-plugin",
+        ],
+    )
+
     pip_packages(
         name = "ep_docs_pypi",
         lock = Label("//third_party/docs:requirements_lock.txt"),

@@ -11,7 +11,12 @@
 //   ep_combine: (mem, slots [C, H] [, slot_weights [C]]) -> tokens [T, H]
 //   ep_dispatch_bwd: (mem, slots [C, H], slot_weights [C]) ->
 //                    tokens [T, H], topk_weights [T, K]
+//
+// ep_dispatch_bwd may also have one result of one axis: the bytes of tokens,
+// then of topk_weights, in elements of the dtype of the tokens.
 
+#include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "ep_ffi/handlers/op_call.h"
@@ -21,10 +26,34 @@ namespace {
 
 using Buffer = ffi::AnyBuffer;
 
-Status DecodeMem(const Buffer& buffer, Mem* out) {
+// Decodes the routing in EpHandle.mem.
+Status DecodeMem(const Buffer& buffer, const Group& group, const Layer& layer,
+                 int64_t num_tokens, Mem* out) {
   if (buffer.element_type() != ffi::DataType::U8) return Mismatch("mem");
-  *out = {static_cast<const std::byte*>(buffer.untyped_data()),
-          static_cast<int64_t>(buffer.element_count())};
+  const int64_t bytes = static_cast<int64_t>(buffer.element_count());
+  // The group refuses a handle of another size.
+  const int64_t routing =
+      std::min(bytes, PartsOfMem(group, layer, num_tokens).routing);
+  *out = {static_cast<const std::byte*>(buffer.untyped_data()) + routing,
+          bytes - routing};
+  return Status();
+}
+
+// Decodes rows and weights [count, top_k] that are in one buffer.
+Status DecodeTogether(const Buffer& buffer, int64_t width, int64_t top_k,
+                      Rows* rows, float** weights) {
+  const std::optional<DType> dtype = ToDType(buffer.element_type());
+  if (!dtype || buffer.dimensions().size() != 1) return Mismatch("tokens");
+  const int64_t weight_bytes = top_k * static_cast<int64_t>(sizeof(float));
+  *rows = {static_cast<std::byte*>(buffer.untyped_data()), 0, width, *dtype};
+  const int64_t bytes = Dim(buffer, 0) * ByteWidth(*dtype);
+  const int64_t bytes_each = rows->row_bytes() + weight_bytes;
+  rows->count = bytes / bytes_each;
+  const int64_t offset = rows->count * rows->row_bytes();
+  if (bytes % bytes_each != 0 || offset % sizeof(float) != 0) {
+    return Mismatch("tokens");
+  }
+  *weights = reinterpret_cast<float*>(rows->data + offset);
   return Status();
 }
 
@@ -59,8 +88,9 @@ ffi::Future Scatter(Op op, const OpCall& context, const Buffer& mem,
   return Submit(op, context, [&](Group& group, Call call) {
     const Layer& layer = call.site->layer;
     ScatterArgs args = {};
-    EP_RETURN_IF_ERROR(DecodeMem(mem, &args.mem));
     EP_RETURN_IF_ERROR(DecodeCopiedRows("tokens", tokens, &args.tokens));
+    EP_RETURN_IF_ERROR(
+        DecodeMem(mem, group, layer, args.tokens.count, &args.mem));
     EP_RETURN_IF_ERROR(DecodeCopiedRows("slots", slots, &args.slots));
     if (topk_weights) {
       EP_RETURN_IF_ERROR(
@@ -83,9 +113,15 @@ ffi::Future Gather(Op op, const OpCall& context, const Buffer& mem,
   return Submit(op, context, [&](Group& group, Call call) {
     const Layer& layer = call.site->layer;
     GatherArgs args = {};
-    EP_RETURN_IF_ERROR(DecodeMem(mem, &args.mem));
     EP_RETURN_IF_ERROR(DecodeRows("slots", slots, &args.slots));
-    EP_RETURN_IF_ERROR(DecodeRows("tokens", tokens, &args.tokens));
+    if (op == Op::kDispatchBwd && !topk_weights) {
+      EP_RETURN_IF_ERROR(DecodeTogether(tokens, args.slots.width, layer.top_k,
+                                        &args.tokens, &args.topk_weights));
+    } else {
+      EP_RETURN_IF_ERROR(DecodeRows("tokens", tokens, &args.tokens));
+    }
+    EP_RETURN_IF_ERROR(
+        DecodeMem(mem, group, layer, args.tokens.count, &args.mem));
     if (slot_weights) {
       EP_RETURN_IF_ERROR(DecodeArray("slot_weights", *slot_weights,
                                      ffi::DataType::F32, layer.capacity,
@@ -118,9 +154,11 @@ ffi::Future CombineBwd(OpCall context, ffi::Dictionary, Buffer mem,
 ffi::Future DispatchBwd(OpCall context, ffi::Dictionary, Buffer mem,
                         Buffer slots, Buffer slot_weights,
                         ffi::Result<Buffer> tokens,
-                        ffi::Result<Buffer> topk_weights) {
+                        ffi::RemainingRets optional_weights) {
+  std::optional<Buffer> weights;
+  if (optional_weights.size() != 0) weights = **optional_weights.get<Buffer>(0);
   return Gather(Op::kDispatchBwd, context, mem, slots, &slot_weights, *tokens,
-                &*topk_weights);
+                weights ? &*weights : nullptr);
 }
 
 ffi::Future Combine(OpCall context, ffi::Dictionary, Buffer mem, Buffer slots,
@@ -131,6 +169,17 @@ ffi::Future Combine(OpCall context, ffi::Dictionary, Buffer mem, Buffer slots,
   }
   const Buffer weights = *optional_weights.get<Buffer>(0);
   return Gather(Op::kCombine, context, mem, slots, &weights, *tokens, nullptr);
+}
+
+auto BindDispatchBwd() {
+  return ffi::Ffi::Bind()
+      .Ctx<OpCall>()
+      .Attrs()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Ret<Buffer>()
+      .RemainingRets();
 }
 
 auto BindCombine() {
@@ -147,6 +196,6 @@ auto BindCombine() {
 }  // namespace ep
 
 EP_DEFINE_HANDLER(ep_dispatch, ep::Dispatch);
-EP_DEFINE_HANDLER(ep_dispatch_bwd, ep::DispatchBwd);
+EP_DEFINE_HANDLER(ep_dispatch_bwd, ep::DispatchBwd, ep::BindDispatchBwd());
 EP_DEFINE_HANDLER(ep_combine, ep::Combine, ep::BindCombine());
 EP_DEFINE_HANDLER(ep_combine_bwd, ep::CombineBwd);

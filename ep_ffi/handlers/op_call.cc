@@ -90,6 +90,15 @@ Status Mismatch(const std::string& what) {
                        "the library that came with the ep package"));
 }
 
+MemParts PartsOfMem(const Group& group, const Layer& layer,
+                    int64_t num_tokens) {
+  constexpr int64_t kAlignment = 256;
+  const int64_t num_local = group.num_experts() / group.ep_size();
+  const int64_t kept = (3 * num_local + 2) * sizeof(int32_t);
+  const int64_t end = kept + num_tokens * layer.top_k;
+  return {num_local, kept, (end + kAlignment - 1) / kAlignment * kAlignment};
+}
+
 int64_t Dim(const ffi::AnyBuffer& buffer, size_t i) {
   return i < buffer.dimensions().size() ? buffer.dimensions()[i] : -1;
 }

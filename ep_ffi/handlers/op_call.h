@@ -97,6 +97,24 @@ Status DecodeRows(const char* name, const ffi::AnyBuffer& buffer,
   return Status();
 }
 
+// The parts of EpHandle.mem, in bytes. The buffer has the results of
+// ep_prepare, and then the routing in the form of the backend:
+//
+//   int32 group_sizes [L], token_counts [L], dropped_counts [L],
+//         total_recv_tokens [1], max_recv_tokens [1]
+//   bool kept [T, K]
+//   the routing, Group::MemBytes, at a multiple of 256 bytes
+//
+// ep_prepare has one result because XLA:GPU loses the overlap of a call with
+// several results. NativeConnection of Python reads the buffer too.
+struct MemParts {
+  int64_t num_local;  // L
+  int64_t kept;       // offsets
+  int64_t routing;
+};
+
+MemParts PartsOfMem(const Group& group, const Layer& layer, int64_t num_tokens);
+
 // Decodes an array of exactly `count` elements.
 template <typename T>
 Status DecodeArray(const char* name, const ffi::AnyBuffer& buffer,

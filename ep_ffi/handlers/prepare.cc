@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// ep_prepare: (topk_idx [T, K], place [2]) -> mem [M], group_sizes [L],
-// token_counts [L], total_recv_tokens [1], dropped_counts [L],
-// max_recv_tokens [1], kept [T, K]
+// ep_prepare: (topk_idx [T, K], place [2]) -> mem [M], whose parts are MemParts
 
 #include <utility>
 
@@ -25,41 +23,26 @@ Status DecodeChoices(const ffi::AnyBuffer& topk_idx, const Layer& layer,
   return Status();
 }
 
-Status DecodeCounts(const char* name, const ffi::AnyBuffer& buffer,
-                    int64_t count, int32_t** out) {
-  return DecodeArray(name, buffer, ffi::DataType::S32, count, out);
-}
-
 ffi::Future Prepare(OpCall context, ffi::Dictionary, ffi::AnyBuffer topk_idx,
-                    ffi::AnyBuffer place, ffi::Result<ffi::AnyBuffer> mem,
-                    ffi::Result<ffi::AnyBuffer> group_sizes,
-                    ffi::Result<ffi::AnyBuffer> token_counts,
-                    ffi::Result<ffi::AnyBuffer> total,
-                    ffi::Result<ffi::AnyBuffer> dropped_counts,
-                    ffi::Result<ffi::AnyBuffer> max,
-                    ffi::Result<ffi::AnyBuffer> kept) {
+                    ffi::AnyBuffer place, ffi::Result<ffi::AnyBuffer> mem) {
   return Submit(Op::kPrepare, context, [&](Group& group, Call call) {
     const Layer& layer = call.site->layer;
-    const int64_t num_local = group.num_experts() / group.ep_size();
     PrepareArgs args;
     EP_RETURN_IF_ERROR(DecodeChoices(topk_idx, layer, &args));
     EP_RETURN_IF_ERROR(
         DecodeArray("place", place, ffi::DataType::S32, 2, &args.place));
     EP_RETURN_IF_ERROR(group.MemBytes(layer, args.num_tokens, &args.mem_bytes));
-    EP_RETURN_IF_ERROR(
-        DecodeArray("mem", *mem, ffi::DataType::U8, args.mem_bytes, &args.mem));
-    EP_RETURN_IF_ERROR(DecodeCounts("group_sizes", *group_sizes, num_local,
-                                    &args.group_sizes));
-    EP_RETURN_IF_ERROR(DecodeCounts("token_counts", *token_counts, num_local,
-                                    &args.token_counts));
-    EP_RETURN_IF_ERROR(
-        DecodeCounts("total_recv_tokens", *total, 1, &args.total_recv_tokens));
-    EP_RETURN_IF_ERROR(DecodeCounts("dropped_counts", *dropped_counts,
-                                    num_local, &args.dropped_counts));
-    EP_RETURN_IF_ERROR(
-        DecodeCounts("max_recv_tokens", *max, 1, &args.max_recv_tokens));
-    EP_RETURN_IF_ERROR(DecodeArray("kept", *kept, ffi::DataType::PRED,
-                                   args.num_tokens * args.top_k, &args.kept));
+    const MemParts parts = PartsOfMem(group, layer, args.num_tokens);
+    std::byte* bytes = nullptr;
+    EP_RETURN_IF_ERROR(DecodeArray("mem", *mem, ffi::DataType::U8,
+                                   parts.routing + args.mem_bytes, &bytes));
+    args.group_sizes = reinterpret_cast<int32_t*>(bytes);
+    args.token_counts = args.group_sizes + parts.num_local;
+    args.dropped_counts = args.token_counts + parts.num_local;
+    args.total_recv_tokens = args.dropped_counts + parts.num_local;
+    args.max_recv_tokens = args.total_recv_tokens + 1;
+    args.kept = reinterpret_cast<uint8_t*>(bytes + parts.kept);
+    args.mem = bytes + parts.routing;
     group.Prepare(std::move(call), args);
     return Status();
   });

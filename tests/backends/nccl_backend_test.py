@@ -59,6 +59,27 @@ def test_with_xla_communicators_a_process_may_have_several_gpus(monkeypatch):
     NcclBackend().check_mesh(mesh(devices, ep=2, dp=2), "ep")
 
 
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+
+@pytest.mark.parametrize(
+  "flags",
+  [f"--{SCHEDULER}=false", f"--a=b --{SCHEDULER}=0 --c", f"--{LIMIT}=4"],
+)
+def test_flags_are_refused_that_put_collectives_beside_ops(monkeypatch, flags):
+  """gpu_streams_test compiles a program with one of them."""
+  monkeypatch.setattr(nccl_backend.jax, "local_devices", lambda: [gpu()])
+  monkeypatch.setattr(installation, "prepare", lambda _: ("", ""))
+  monkeypatch.setattr(ffi, "path_and_interface", lambda _: "a path")
+  for harmless in "", f"--{SCHEDULER}=True --{LIMIT}=1":
+    monkeypatch.setenv("XLA_FLAGS", harmless)
+    assert NcclBackend().probe() == "a path"
+  monkeypatch.setenv("XLA_FLAGS", flags)
+  with pytest.raises(ValueError, match="remove the flag"):
+    NcclBackend().probe()
+
+
 @pytest.mark.parametrize("me", range(4))
 @pytest.mark.parametrize("capacity", [64, None])
 @pytest.mark.parametrize("communicator", ["own", "xla"])
@@ -132,7 +153,11 @@ def test_ranks_connect_with_the_id_of_their_domain(
   ]:  # `join` reports the error to the other processes.
     with pytest.raises(ValueError, match=message):
       NcclBackend().connect(dataclasses.replace(group, **unknown), join)
-  # Layers inherit the group's default capacity: the worst-case number of rows.
+  with monkeypatch.context() as patch:
+    patch.setenv("XLA_FLAGS", f"--{LIMIT}=1 --{LIMIT}=2")
+    with pytest.raises(ValueError, match=f"--{LIMIT}=2.*indefinitely"):
+      NcclBackend().connect(group, join)
+  # The group's default capacity, which layers inherit, is the worst case's.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved
   assert made == dict(

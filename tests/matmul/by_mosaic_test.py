@@ -8,11 +8,9 @@ CUDA plugin, XLA compiles the kernels for an H100, a B200 and a B300.
 from concurrent import futures
 import dataclasses
 import functools
-import importlib.util
 import multiprocessing
 
 import jax
-from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +20,7 @@ from ep._src.matmul import by_mosaic, mosaic_row_map
 from ep._src.matmul.by_mosaic import Blocks
 from ep._src.matmul.mosaic_row_map import ROWS
 from ep._src.matmul.row_map import repeated, weighted
+import gpu_compiler
 
 # The last blocks of rows and columns overlap with the previous blocks.
 C, L, F, G = 200, 5, 192, 128
@@ -250,44 +249,9 @@ def test_lowered_for_cuda(op, kernels):
   assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels
 
 
-_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
-
-# A GPU description for XLA.
-_GPU = """
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: {cores}
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84929806336
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
-runtime_version {{ major: 13 minor: 0 patch: 0 }}
-device_description_str: "{name}"
-"""
-
-
 def _compile(op, name, cores, capability, sums):
-  major, minor = capability.split(".")
-  target = _GPU.format(name=name, major=major, minor=minor, cores=cores)
-  topology = topologies.get_topology_desc(
-    name, "cuda", topology="1x1x1", target_config=target
-  )
-  sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  (device,) = gpu_compiler.devices(name, cores, capability)
+  sharding = jax.sharding.SingleDeviceSharding(device)
   run, args = _program(op, cores, getattr(by_mosaic, sums))
   types = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
@@ -303,10 +267,7 @@ def _compile(op, name, cores, capability, sums):
     ("NVIDIA B300", 148, "10.3", "in_tensor_memory"),
   ],
 )
-@pytest.mark.skipif(
-  not any(map(importlib.util.find_spec, _PLUGINS)),
-  reason="this needs JAX's CUDA plugin and ptxas, but no GPU",
-)
+@gpu_compiler.needs_compiler
 def test_compiled(name, cores, capability, sums):
   """Each GPU gets a process: jaxlib compiles only for a process's first GPU."""
   context = multiprocessing.get_context("spawn")

@@ -138,6 +138,10 @@ def first_rank_of_another_routing(mem, other):
   return jnp.where(jnp.arange(mem.shape[0])[:, None] == 0, other, mem)
 
 
+# The native ops read their part of the memory, which begins with a header.
+ROUTING = 256
+ROUTES = slice(ROUTING + 64, ROUTING + 80)
+
 CORRUPTIONS = {
   "of_another_layer": of_another_layer,
   "of_another_group": of_another_group,
@@ -145,15 +149,17 @@ CORRUPTIONS = {
   "cut_short": with_bytes(lambda mem, _: mem[:, :-64]),
   "garbage": with_bytes(lambda mem, _: jnp.full_like(mem, 7)),
   "garbage_after_the_header": with_bytes(
-    lambda mem, _: mem.at[:, 64:].set(0x7F)
+    lambda mem, _: mem.at[:, ROUTING + 64 :].set(0x7F)
   ),
   "zeroed": with_bytes(lambda mem, _: jnp.zeros_like(mem)),
   "one_bit_flipped": with_bytes(
-    lambda mem, _: mem.at[0, mem.shape[1] // 2].apply(lambda x: x ^ 128)
+    lambda mem, _: mem.at[0, (ROUTING + mem.shape[1]) // 2].apply(
+      lambda x: x ^ 128
+    )
   ),
   # Each of the two routes is valid for the other choice.
   "two_routes_swapped": with_bytes(
-    lambda mem, _: mem.at[:, 64:80].set(jnp.roll(mem[:, 64:80], 8, axis=1))
+    lambda mem, _: mem.at[:, ROUTES].set(jnp.roll(mem[:, ROUTES], 8, axis=1))
   ),
   "of_two_routings": with_bytes(first_rank_of_another_routing),
 }

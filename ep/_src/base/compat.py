@@ -306,25 +306,26 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
   `jax.experimental.compute_on("gpu_stream:collective")` do the same
   (openxla/xla#39604).
 
-  The function returns a tuple. If the call had several results, XLA would copy
-  the annotation to their readers, which would run on that stream as well.
+  XLA also runs an operation that reads one of several results of the call on
+  that stream, as if it were an exchange, and then nothing overlaps the call. A
+  call with one result has no such operation. An optimization barrier that takes
+  all results replaces them, but XLA removes results from the barrier that
+  nothing uses. So prefer one result, or results of which all are used.
   """
 
   def lower_call(ctx: Any, *operands: Any, **params: Any) -> list[Any]:
     module, ir = ctx.module_context, mlir.ir
     outs = [mlir.aval_to_ir_type(module, aval) for aval in ctx.avals_out]
-    together = ir.TupleType.get_tuple(outs)
     function = _func.FuncOp(
       "ep_op",
-      ir.FunctionType.get([o.type for o in operands], [together]),
+      ir.FunctionType.get([o.type for o in operands], outs),
       visibility="private",
       ip=ir.InsertionPoint.at_block_begin(module.module.body),
     )
     module.symbol_table.insert(function)
     block = function.add_entry_block()
     with ir.InsertionPoint(block):
-      results = list(lower(ctx, *block.arguments, **params))
-      _func.ReturnOp([_hlo.tuple(results)])
+      _func.ReturnOp(list(lower(ctx, *block.arguments, **params)))
     call = _func.CallOp(function, list(operands))
     call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
       {
@@ -332,7 +333,9 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
         "inlineable": ir.StringAttr.get("false"),
       }
     )
-    return [_hlo.get_tuple_element(call.result, i) for i in range(len(outs))]
+    if len(outs) == 1:
+      return list(call.results)
+    return list(_hlo.OptimizationBarrierOp(call.results).results)
 
   return lower_call
 

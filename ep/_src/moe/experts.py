@@ -149,8 +149,10 @@ def round_trip(
     return out
   if beside is None:
     out, tokens = _together(out, tokens)
-    hidden = shared.hidden(tokens)
-  return out + shared.output(hidden)
+    return out + shared(tokens)
+  # XLA would fuse the sum with the last product, which would wait for `out`.
+  out, of_shared = _together(out, shared.output(hidden))
+  return out + of_shared
 
 
 def _together(*xs: jax.Array) -> tuple[jax.Array, ...]:

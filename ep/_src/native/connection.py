@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -65,7 +66,7 @@ class NativeConnection(backend.Connection):
 
   def mem_bytes(self, params: OpParams) -> int:
     layer = params.layer
-    return ffi.mem_bytes(
+    return _offsets(params)[1] + ffi.mem_bytes(
       self.group.backend,
       self.group.name,
       params.num_tokens,
@@ -80,7 +81,11 @@ class NativeConnection(backend.Connection):
     if op == "ep_prepare":
       place = compat.lower_local(lambda *_: [_place(params.layer.group)])
       operands += tuple(place(ctx, *operands))
-      ctx = ctx.replace(avals_in=[*ctx.avals_in, _PLACE])
+      mem = ctx.avals_out[:1]
+      call = ctx.replace(avals_in=[*ctx.avals_in, _PLACE], avals_out=mem)
+      results = self._lowering(op)(call, *operands, params=params)
+      read = compat.lower_local(functools.partial(_prepared, params))
+      return read(ctx.replace(avals_in=mem), *results)
     return self._lowering(op)(ctx, *operands, params=params)
 
   def _lowering(self, op: str) -> Callable[..., Any]:
@@ -153,6 +158,36 @@ def mesh_of_devices(name: str, mesh: Mesh) -> jax.sharding.Mesh:
       ' AbstractMesh, pass "xla" or None.'
     )
   return mesh
+
+
+def _offsets(params: OpParams) -> tuple[int, int]:
+  """Returns where `kept` and the routing are in `EpHandle.mem`.
+
+  `MemParts` of ep_ffi/handlers/op_call.h describes the buffer.
+  """
+  kept = (3 * params.layer.num_local_experts + 2) * 4
+  end = kept + params.num_tokens * params.layer.top_k
+  return kept, -(-end // 256) * 256
+
+
+def _prepared(params: OpParams, mem: jax.Array) -> list[jax.Array]:
+  """Returns the results of ep_prepare, which the native op writes to `mem`."""
+  L, K = params.layer.num_local_experts, params.layer.top_k
+  T = params.num_tokens
+  kept, _ = _offsets(params)
+  sizes = lax.bitcast_convert_type(mem[:kept].reshape(-1, 4), jnp.int32)
+  group_sizes, token_counts, dropped_counts = sizes[: 3 * L].reshape(3, L)
+  total, largest = sizes[3 * L :].reshape(2, 1)
+  choices = mem[kept : kept + T * K].reshape(T, K) != 0
+  return [
+    mem,
+    group_sizes,
+    token_counts,
+    total,
+    dropped_counts,
+    largest,
+    choices,
+  ]
 
 
 def _place(group: GroupConfig) -> jax.Array:

@@ -12,12 +12,13 @@ import os
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.nccl import installation
 from ep._src.backends.nccl.peers import Lookout
-from ep._src.base import compat, meshes
+from ep._src.base import compat, meshes, xla_flags
 from ep._src.base.backend import (
   Backend,
   CannotServe,
@@ -34,6 +35,14 @@ _MIN_COMPUTE_CAPABILITY = 9.0
 
 # With "xla" groups borrow XLA's communicators, with "own" they create theirs.
 _COMMUNICATOR = "EP_NCCL_COMMUNICATOR"
+
+# With other values of these flags, XLA may run a collective on the stream of
+# the program while an op runs on the stream of collectives. Each of the two may
+# then hold resources of the GPU that the other waits for.
+_SAFE_XLA_FLAGS = {
+  "--xla_gpu_enable_latency_hiding_scheduler": ("true", "1"),
+  "--xla_gpu_experimental_parallel_collective_overlap_limit": ("1",),
+}
 
 
 class NcclBackend(Backend):
@@ -101,6 +110,7 @@ class NcclBackend(Backend):
       )
     for device in devices:
       _check_capability(device)
+    _check_xla_flags()
     libraries = installation.prepare(devices[0])
     return ", ".join(filter(None, [ffi.path_and_interface("nccl"), *libraries]))
 
@@ -116,6 +126,7 @@ class NcclBackend(Backend):
     # If `introduce` raises, `join` fails on all processes.
     def introduce() -> dict[str, Any]:
       self.check_sizes(group)
+      _check_xla_flags()
       ffi.library("nccl")
       libraries = installation.prepare(device)
       mine = dict(communicator=_communicator())
@@ -192,6 +203,8 @@ class NcclConnection(connection.NativeConnection):
     self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     lower = functools.partial(super().lower, op, params=params)
+    if op == "ep_dispatch_bwd":
+      lower = functools.partial(_in_one_result, lower)
     if op != "ep_prepare":
       lower = functools.partial(_with_fitting_rows, lower)
     return lower(ctx, *operands)
@@ -226,6 +239,20 @@ def _communicator() -> str:
       ' "own", which is the default.'
     )
   return value
+
+
+def _check_xla_flags() -> None:
+  """Raises `ValueError` if ranks might wait for one another indefinitely."""
+  flags = xla_flags.read()
+  for name, safe in _SAFE_XLA_FLAGS.items():
+    flag = flags.get(name, name)
+    _, _, value = flag.partition("=")
+    if value and value.lower() not in safe:
+      raise ValueError(
+        f"ep_bootstrap: $XLA_FLAGS has {flag}, with which XLA may run its"
+        " collectives beside the kernels of NCCL EP, so that ranks wait for"
+        ' one another indefinitely; remove the flag, or pass backend="xla".'
+      )
 
 
 def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
@@ -301,6 +328,26 @@ def _with_fitting_rows(
   wide = jax.core.ShapedArray((moved.shape[0], width), moved.dtype)
   outs = lower(ctx.replace(avals_out=[wide, *others]), *operands)
   return compat.lower_local(cut)(ctx.replace(avals_in=[wide, *others]), *outs)
+
+
+def _in_one_result(
+  lower: Callable[..., Any], ctx: LoweringContext, *operands: Any
+) -> Any:
+  """Lowers an op to a call with one result: its rows, and then its weights."""
+  rows: Any
+  weights: Any
+  rows, weights = ctx.avals_out
+  parts = weights.dtype.itemsize // rows.dtype.itemsize
+  num_elements = rows.size + weights.size * parts
+  both = jax.core.ShapedArray((num_elements,), rows.dtype)
+
+  def split(x: jax.Array) -> list[jax.Array]:
+    bits = x[rows.size :].reshape(*weights.shape, parts)
+    floats = lax.bitcast_convert_type(bits, jnp.float32)
+    return [x[: rows.size].reshape(rows.shape), floats.reshape(weights.shape)]
+
+  results = lower(ctx.replace(avals_out=[both]), *operands)
+  return compat.lower_local(split)(ctx.replace(avals_in=[both]), *results)
 
 
 def _check_capability(device: jax.Device) -> None:

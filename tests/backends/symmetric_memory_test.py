@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of XLA's ragged-all-to-all on GPUs, with and without two flags.
+
+XLA's device kernel of the exchange needs operands and results in symmetric
+memory. XLA chooses between its kernels at run time, so the compiled program
+shows the memory, and not the kernel.
+"""
+
+from concurrent import futures
+import multiprocessing
+import re
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpu_compiler import devices, needs_compiler
+
+FLAGS = (
+  "--xla_gpu_experimental_ragged_all_to_all_use_device_kernel=true"
+  " --xla_enable_nccl_symmetric_buffers_for_collectives=raggedalltoall"
+)
+
+
+def _memory() -> list[list[str]]:
+  """Returns the memory spaces of the rows to send, and of received rows."""
+  gpus = np.array(devices("NVIDIA H100 80GB HBM3", 132, "9.0", 4))
+  mesh = jax.sharding.Mesh(gpus, ("ep",))
+  sharding = jax.sharding.NamedSharding(mesh, jax.P("ep"))
+
+  def exchange(rows, sizes):
+    sizes = sizes[0]
+    starts = jnp.cumsum(sizes) - sizes
+    out = jnp.zeros((256, 128), jnp.bfloat16)
+    recv = lax.ragged_all_to_all(
+      2 * rows, out, starts, sizes, starts, sizes, axis_name="ep"
+    )
+    return 2 * recv
+
+  program = jax.shard_map(
+    exchange, mesh=mesh, in_specs=jax.P("ep"), out_specs=jax.P("ep")
+  )
+  rows = jax.ShapeDtypeStruct((4 * 64, 128), jnp.bfloat16, sharding=sharding)
+  sizes = jax.ShapeDtypeStruct((4, 4), jnp.int32, sharding=sharding)
+  text = jax.jit(program).lower(rows, sizes).compile().as_text()
+  types = dict(re.findall(r"(%[\w.\-]+) = (\w+\[\S*\}) ", text))
+  ((received, sent),) = re.findall(
+    r"(%\S+) = \S+ ragged-all-to-all\((%[\w.\-]+)", text
+  )
+  return [re.findall(r"S\(\d+\)", types[x]) for x in (sent, received)]
+
+
+@needs_compiler
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 12), reason="XLA does not know the flags"
+)
+def test_the_flags_put_sent_rows_into_the_memory_of_received_rows(monkeypatch):
+  """Each process has one value of the flags."""
+  context = multiprocessing.get_context("spawn")
+  found = []
+  for flags in "", FLAGS:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with futures.ProcessPoolExecutor(1, context) as process:
+      found.append(process.submit(_memory).result())
+  (sent, received), both = found
+  assert sent != received
+  assert both == [received, received]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles programs for GPUs on a machine without one.
+
+JAX's CUDA plugin has XLA's compiler. It needs the description of a GPU, and
+FFI handlers, which nothing calls.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import math
+import pathlib
+import re
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+import numpy as np
+import pytest
+
+from ep._src.base.backend import OPS
+from ep._src.native import ffi
+
+_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
+
+needs_compiler = pytest.mark.skipif(
+  not any(map(importlib.util.find_spec, _PLUGINS)),
+  reason="this needs JAX's CUDA plugin, but no GPU",
+)
+
+# A GPU for XLA. The sizes are those of an H100.
+_DESCRIPTION = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84929806336
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{name}"
+"""
+
+
+def devices(
+  name: str, cores: int, capability: str, count: int = 1
+) -> list[jax.Device]:
+  """Describes `count` GPUs of one host to XLA.
+
+  jaxlib compiles only for the first kind of GPU that a process describes.
+  """
+  major, minor = capability.split(".")
+  target = _DESCRIPTION.format(name=name, cores=cores, major=major, minor=minor)
+  topology = topologies.get_topology_desc(
+    name, "cuda", topology=f"1x1x{count}", target_config=target
+  )
+  return topology.devices
+
+
+@dataclasses.dataclass
+class Thunk:
+  """An operation, in the order in which XLA enqueues them.
+
+  Attributes:
+    kind: XLA's name of the kind, as "kAllReduce".
+    name: the HLO instruction.
+    stream: "" is the stream of the program.
+    beside: if this operation is on another stream, the operations that XLA
+      enqueues on the stream of the program before that stream waits for this.
+  """
+
+  kind: str
+  name: str
+  stream: str = ""
+  beside: list["Thunk"] = dataclasses.field(default_factory=list)
+
+
+NOTHING = "nothing"  # the kind of what an empty pair runs on its stream
+_CONTROL = "kCommandBuffer", "kSequential", "kWhile", "kConditional"
+
+
+def compile_for_h100(
+  exported: jax.export.Exported,
+  mesh: Mesh,
+  folder: pathlib.Path,
+  **options: Any,
+) -> list[Thunk]:
+  """Compiles a program of `mesh` for as many H100; returns its thunks.
+
+  XLA gets `options`, and dumps the program to `folder`.
+  """
+  library = ffi.library("host")
+  for op in OPS:
+    handler = jax.ffi.pycapsule(getattr(library, op))
+    jax.ffi.register_ffi_target(op, handler, platform="CUDA")
+  h100 = np.array(devices("NVIDIA H100 80GB HBM3", 132, "9.0", mesh.size))
+  gpus = Mesh(h100.reshape(mesh.devices.shape), mesh.axis_names)
+  args = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    for x, sharding in zip(
+      exported.in_avals, exported.in_shardings_jax(gpus), strict=True
+    )
+  ]
+  args, kwargs = jax.tree.unflatten(exported.in_tree, args)
+  outs = jax.tree.unflatten(exported.out_tree, exported.out_shardings_jax(gpus))
+  program = jax.jit(exported.call, out_shardings=outs)
+  options["xla_dump_to"] = str(folder)
+  program.lower(*args, **kwargs).compile(options)
+  (sequence,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
+  (names,) = folder.glob("*thunk_metadata.txt")
+  return _read(sequence.read_text(), names.read_text())
+
+
+def _read(sequence: str, metadata: str) -> list[Thunk]:
+  names = {}
+  for text in metadata.split("thunk_metadata {"):
+    number = re.search(r"thunk_id: (\d+)", text)
+    name = re.search(r'profile_annotation: "(.*)"', text)
+    if number and name:
+      names[number[1]] = name[1]
+  line = (
+    r"^( *)(?:0*(\d+): (k\w+)|No thunks)"
+    r"(?:.* stream=([\w[\]]+))?(?:.* async_id=(\d+))?"
+  )
+  thunks = []
+  running = {}  # the thunks of each pair that has begun
+  pair, stream, depth = "", "", math.inf  # of the start above
+  for indent, number, kind, *start in re.findall(line, sequence, re.MULTILINE):
+    if len(indent) <= depth:
+      depth = math.inf
+    if kind == "kAsyncStart":
+      (stream, pair), depth = start, len(indent)
+      running[pair] = []
+    elif kind == "kAsyncDone":
+      del running[start[1]]
+    elif kind not in _CONTROL:
+      thunk = Thunk(kind or NOTHING, names.get(number, ""))
+      thunks.append(thunk)
+      if depth < len(indent):
+        thunk.stream = stream
+        running[pair].append(thunk)
+      else:
+        for other in itertools.chain(*running.values()):
+          other.beside.append(thunk)
+  return thunks
