@@ -108,13 +108,19 @@ def test_refuses(options, words):
     (dict(top_k=2.0), ["top_k", "2.0", "float", "integer"]),
     (dict(recv_capacity_per_rank=2**31), ["recv_capacity_per_rank", "2^31"]),
     (dict(alignment=2**30), ["alignment = 1073741824", "32 bits"]),
+    (dict(capacity_factor=0.0), ["capacity_factor = 0.0", "must be positive"]),
+    (dict(capacity_multiple=0), ["capacity_multiple = 0"]),
+    (dict(name="a\nb"), ["'a\\nb', but it must have no characters"]),
+    (dict(drop_by="first"), ["drop_by", "first", "weight", "fair"]),
+    (dict(drop_by="fair", overflow="error"), ["drop_by", 'overflow="drop"']),
   ],
   ids=str,
 )
 def test_a_layer_refuses(options, words):
+  options = dict(name="moe_3") | options
   with pytest.raises((ValueError, TypeError)) as error:
-    ep.EpLayerConfig(groups.group(), name="moe_3", **options)
-  for word in ["EpLayerConfig", "moe_3", *words]:
+    ep.EpLayerConfig(groups.group(), **options)
+  for word in ["EpLayerConfig", repr(options["name"])[1:-1], *words]:
     assert word in str(error.value)
 
 
@@ -188,7 +194,7 @@ def test_ep_resize_replaces_a_group():
     if BACKEND == "xla":  # The program has only XLA collectives.
       assert_same(program(*inputs), want)
     else:
-      with pytest.raises(ep.EpError, match="was finalized"):
+      with pytest.raises(ep.EpError, match='ep_prepare.*"grows" was finalized'):
         jax.block_until_ready(program(*inputs))
 
 

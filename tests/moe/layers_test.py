@@ -128,21 +128,6 @@ def test_a_capacity_factor_multiplies_the_even_load():
   Case(drop, "skewed", lead=(8,)).check(sizes)
 
 
-@pytest.mark.parametrize(
-  "options, message",
-  [
-    (dict(capacity_factor=0.0), "capacity_factor = 0.0, but it must be pos"),
-    (dict(capacity_multiple=0), "capacity_multiple = 0, but"),
-    (dict(name="a\nb"), "'a.*nb', but it must have no characters"),
-    (dict(drop_by="first"), "drop_by.*first.*weight.*fair"),
-    (dict(drop_by="fair", overflow="error"), 'drop_by.*overflow="drop"'),
-  ],
-)
-def test_bad_options_of_a_layer(options, message):
-  with pytest.raises(ValueError, match=message):
-    layer(**options)
-
-
 def test_repr_of_a_layer_and_its_group():
   config = ep.EpLayerConfig(group("dp2_ep2"), alignment=4, name="moe_3")
   shown = repr(config)

@@ -17,7 +17,7 @@ from conftest import to_global
 import ep
 from ep._src.ops import reference
 from ep.testing._routings import ROUTINGS
-from groups import BACKEND, E, group, H, K, layer, of_one_process, ranks, spec
+from groups import BACKEND, E, group, K, layer, of_one_process, ranks, spec
 import op_functions
 from op_functions import Moved, Ops, round_trip, sizes
 import quick_compiler
@@ -170,46 +170,6 @@ def test_vmap_is_one_exchange_for_each_example():
 
   expected = [sizes(case.oracle) for case in cases]
   assert_same(program(*args), jax.tree.map(lambda *x: np.stack(x), *expected))
-
-
-@of_one_process
-def test_a_layer_that_drops_equals_a_layer_of_the_kept_choices():
-  config = narrow_layer("ep4", 16, drop_by="weight")
-  case = next(cases_of(config))
-  ids, weights = case.routing
-  kept = np.where(sizes(case.oracle).kept, ids, -1).astype(np.int32)
-  wide = ep.EpLayerConfig(config.group)
-  rng = np.random.default_rng(1)
-  matrices = dict(
-    w_up=rng.standard_normal((E, H, 4)).astype(np.float32),
-    w_down=rng.standard_normal((E, 4, H)).astype(np.float32),
-  )
-  axis = PartitionSpec(config.group.axis_name)
-  experts = {
-    n: to_global(x, wide.group.mesh, axis) for n, x in matrices.items()
-  }
-
-  def grads(layer, experts, ids, tokens, weights):
-    def loss(tokens, weights):
-      out, handle = ep.moe_layer(
-        layer, tokens, ids, weights, **experts, return_handle=True
-      )
-      return jnp.sin(out).sum(), (out, handle.kept)
-
-    return jax.grad(loss, argnums=(0, 1), has_aux=True)(tokens, weights)
-
-  @functools.partial(jax.jit, compiler_options=quick_compiler.QUICK)
-  def both(experts, ids, kept, *args):
-    return (
-      grads(config, experts, ids, *args),
-      grads(wide, experts, kept, *args),
-    )
-
-  args = map(case.put, (ids, kept, case.tokens(), weights))
-  results = both(experts, *args)
-  for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-    for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
-      np.testing.assert_allclose(x.data, y.data, rtol=1e-5, atol=1e-5)
 
 
 # The example of docs/semantics.md: the experts and weights of tokens A to F.
