@@ -35,7 +35,7 @@ if "JAX_COORDINATOR_ADDRESS" not in os.environ:
 
 # XLA:CPU compiles a program in a third of the time if it does not optimize
 # the code. Optimized code is tested as 1x4: on the host backend by the tests
-# without quick_compiler in BUILD, and on the xla backend by xla_backend_test.
+# with quick_compiler = False, and on the xla backend by xla_backend_test.
 if "cuda" not in os.environ.get("JAX_PLATFORMS", "") and (
   os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
   or os.environ.get("EP_TEST_BACKEND") == "xla"
