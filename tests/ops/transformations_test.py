@@ -2,7 +2,8 @@
 """JAX's transformations work on functions that exchange tokens.
 
 See derivatives_test for derivatives of derivatives, handle_test for handles in
-loops and checkpoints, prepare_test for branches, and views_test for the views.
+loops and checkpoints, prepare_test for branches, concurrency_test for loops of
+unknown length, and views_test for the views.
 In each test here, one rank has no tokens to send.
 """
 
@@ -145,20 +146,6 @@ def test_checkpointed_layers(axis_type, view):
   program = check_layers(case_on(axis_type), checkpointed_layers, view)
   assert exchanges(program).count("ep_prepare") == 1
   assert exchanges(program).count("ep_dispatch") == 2
-
-
-def test_a_loop_of_unknown_length(case):
-  @jax.jit
-  def program(steps, topk_idx, tokens, weights):
-    def step(i, x):
-      return round_trip(prepared(case.layer, shifted(topk_idx, i)), x, weights)
-
-    return lax.fori_loop(0, steps, step, tokens)
-
-  tokens, weights = inputs(case)
-  args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
-  assert_same(program(0, *args), tokens)
-  assert_same(program(1, *args), expected(case, round_trip, tokens, weights))
 
 
 def vmap_of_grad(f):
