@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, global_view, local_view, lower
-from conftest import to_global
+from conftest import refused, to_global
 import ep
 from ep._src.ops import reference
 from ep.testing._routings import ROUTINGS
@@ -40,8 +40,7 @@ def test_an_error_on_every_rank_after_which_the_group_works():
   assert needed_rows(case) == 20
   words = ["ep_prepare", '"narrow"', "20", "8", "drop"]
   case.check_error(words, round_trip, case.tokens(), case.weights())
-  fits = Case(case.layer, np.full_like(case.topk_idx, -1))
-  fits.check(round_trip, fits.tokens(), fits.weights())
+  Case(case.layer, np.full_like(case.topk_idx, -1)).check_round_trip()
 
 
 def test_the_error_names_the_argument_to_raise():
@@ -261,10 +260,8 @@ def test_weights_that_do_not_fit_are_refused(short):
   weights = jnp.zeros((4 * T, K))
 
   def refuse(fn, *words):
-    with pytest.raises((ValueError, TypeError)) as error:
+    with refused(*words):
       jax.eval_shape(fn)
-    for word in words:
-      assert word in str(error.value)
 
   prepare = functools.partial(ep.ep_prepare, short.layer)
   refuse(lambda: prepare(ids), "topk_weights is None", "fair")

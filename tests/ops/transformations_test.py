@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, exchanges, expected, jit_quickly
-from conftest import assert_alike, make_mesh, to_global
+from conftest import assert_alike, make_mesh, refused, to_global
 import ep
 from ep._src.base.backend import OPS
 from groups import bootstrap, E, layer, not_with_xla, spec
@@ -274,7 +274,6 @@ def test_a_loaded_program_refuses_a_group_of_other_sizes():
     exported = export_program(case)
   args = [case.put(x) for x in (case.topk_idx, *inputs(case))]
   other = dict(EXPORTED, num_experts=2 * group.num_experts)
-  with bootstrap(mesh, **other), pytest.raises(ep.EpError) as error:
-    jax.jit(exported.call)(*args)
-  for word in ['group "exported"', "num_experts = 8", "num_experts = 16"]:
-    assert word in str(error.value)
+  words = 'group "exported"', "num_experts = 8", "num_experts = 16"
+  with bootstrap(mesh, **other), refused(*words):
+    jax.block_until_ready(jax.jit(exported.call)(*args))
