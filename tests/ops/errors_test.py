@@ -146,13 +146,8 @@ CORRUPTIONS = {
   "garbage_after_the_header": with_bytes(
     lambda mem, _: mem.at[:, 64:].set(0x7F)
   ),
-  "zeroed": with_bytes(lambda mem, _: jnp.zeros_like(mem)),
   "one_bit_flipped": with_bytes(
     lambda mem, _: mem.at[0, mem.shape[1] // 2].apply(lambda x: x ^ 128)
-  ),
-  # Each of the two routes is valid for the other choice.
-  "two_routes_swapped": with_bytes(
-    lambda mem, _: mem.at[:, 64:80].set(jnp.roll(mem[:, 64:80], 8, axis=1))
   ),
   "of_two_routings": with_bytes(first_rank_of_another_routing),
 }
