@@ -73,7 +73,6 @@ def oracle_of_layers(oracles, g, *primals):
 
 
 def routings(case, count):
-  """Returns `count` cases with different routings."""
   ids = [shifted(case.topk_idx, i) for i in range(count)]
   return [Case(case.layer, np.asarray(x, np.int32)) for x in ids]
 
