@@ -29,7 +29,7 @@ import ep
 from ep.testing import _numbers
 from ep.testing._routings import ROUTINGS
 from groups import E, GPU, group, H, ranks, spec, T, within_limits
-from op_functions import LocalOps, Moved, Ops
+from op_functions import LocalOps, Moved, Ops, round_trip
 from oracle import Differentiated, make_oracle
 import quick_compiler
 
@@ -120,6 +120,9 @@ class Case:
   def check(self, fn, *arrays, **view):
     """Checks that `run` equals `fn(Oracle, *arrays)`, bit for bit."""
     check((self, fn, *arrays), **view)
+
+  def check_round_trip(self):
+    self.check(round_trip, self.tokens(), self.weights())
 
   def errors(self, fn, *arrays):
     """Returns the error of `run` on each local rank, or "" if it succeeds."""

@@ -17,7 +17,8 @@ pass `TIMEOUT_S` to `ep_bootstrap` to limit that wait.
     from conftest import assert_shards_equal, make_mesh, to_global
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import math
 import os
 import pathlib
@@ -35,7 +36,7 @@ if "JAX_COORDINATOR_ADDRESS" not in os.environ:
 
 # XLA:CPU compiles a program in a third of the time if it does not optimize
 # the code. Optimized code is tested as 1x4: on the host backend by the tests
-# without quick_compiler in BUILD, and on the xla backend by xla_backend_test.
+# with quick_compiler = False, and on the xla backend by xla_backend_test.
 if "cuda" not in os.environ.get("JAX_PLATFORMS", "") and (
   os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
   or os.environ.get("EP_TEST_BACKEND") == "xla"
@@ -142,6 +143,15 @@ def to_global(
   return jax.make_array_from_callback(
     array.shape, NamedSharding(mesh, spec), lambda index: array[index]
   )
+
+
+@contextlib.contextmanager
+def refused(*words: str) -> Iterator[None]:
+  """Expects an error in the block, whose message contains all words."""
+  with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+    yield
+  for word in words:
+    assert word in str(error.value)
 
 
 def assert_shards_equal(

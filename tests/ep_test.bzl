@@ -60,7 +60,7 @@ def ep_test(
         gpu_compiler = [],
         first_cases = True,
         smoke = [],
-        quick_compiler = False,
+        quick_compiler = True,
         size = "medium",
         deps = [],
         data = [],
@@ -91,8 +91,9 @@ def ep_test(
         parameters. 2x2 shows the effect of a second process; 1x4 shows the effect
         of shapes and options in half the time.
       smoke: the variants, as "4x1_cpu", that //tests:smoke runs.
-      quick_compiler: whether XLA:CPU skips optimizations in layouts of one process.
-        With several processes it always skips them; see conftest.py.
+      quick_compiler: whether XLA:CPU skips optimizations in layouts of one process,
+        because the results do not depend on them. With several processes it
+        always skips them; see conftest.py.
       size: Bazel's size. XLA's compiler takes most of a test's time. The launcher
         terminates the ranks before Bazel's limit and logs their stacks.
       deps: dependencies of the files besides //tests:harness.

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-ins for GPUs and for NCCL, for the tests of the nccl backend."""
 
-from collections.abc import Callable, Iterator
-import concurrent.futures
-import contextlib
-import ctypes
-import os
 import types
 from typing import Any
 
@@ -23,26 +18,6 @@ def gpu(process: int = 0, cuda: int = 13000, **attributes: Any) -> Any:
     **dict(platform="gpu", compute_capability="9.0", device_kind="H200")
     | attributes,
   )
-
-
-def load_fake_nccl() -> None:
-  """Loads the fake CUDA, NCCL and NCCL EP libraries.
-
-  The backend then uses the loaded libraries and loads no others.
-  """
-  ctypes.CDLL(os.environ["FAKE_NCCL"], ctypes.RTLD_GLOBAL)
-
-
-@contextlib.contextmanager
-def rank_threads(
-  num_ranks: int,
-) -> Iterator[Callable[[Callable[[int], Any]], list[Any]]]:
-  """Yields a function that calls another function on each rank's thread.
-
-  The ranks are threads because the fake libraries simulate one process.
-  """
-  with concurrent.futures.ThreadPoolExecutor(num_ranks) as threads:
-    yield lambda function: list(threads.map(function, range(num_ranks)))
 
 
 class HostEngine(NcclConnection):

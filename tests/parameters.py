@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that several test files share."""
+"""Parameters and arrays that several test files share."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ep.testing._routings import ROUTINGS
@@ -26,3 +27,9 @@ LAYERS = pytest.mark.parametrize(
 
 # Leading dimensions of one rank's tokens.
 LEADING_DIMS = pytest.mark.parametrize("lead", [(1, 2, 2), (T - 2,)], ids=str)
+
+
+def logits_of(*lead, dtype=np.float32):
+  """Draws a router's logits `[*lead, E]`."""
+  rng = np.random.default_rng(0)
+  return np.asarray(rng.normal(size=(*lead, E)) * 2, dtype)

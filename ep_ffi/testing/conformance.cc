@@ -12,6 +12,10 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(FailureConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OrderConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CheckConformance);
 
+void ExpectRuns(const StepPtr& step) {
+  for (const Status& status : step->Run()) ExpectOk(status);
+}
+
 void ExpectFailureOnAll(const Failure& expected, const StepPtr& step) {
   for (const Status& status : step->Run()) ExpectFailure(expected, status);
 }
@@ -124,10 +128,6 @@ std::vector<RankInput> BackendTest::RandomInputs(Op op, const Routed& routed,
     PoisonUnusedSlots(type, routed.layout.recv[rank], &input.data);
   }
   return inputs;
-}
-
-void BackendTest::ExpectRuns(const StepPtr& step) {
-  for (const Status& status : step->Run()) ExpectOk(status);
 }
 
 void BackendTest::ExpectOracle(const Routed& routed, const StepPtr& step) {

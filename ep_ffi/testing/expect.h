@@ -24,14 +24,20 @@ struct Failure {
   std::vector<std::string> parts = {};
 };
 
+// Expects that a text has all these words.
+inline void ExpectIn(const std::string& text,
+                     const std::vector<std::string>& words) {
+  for (const std::string& word : words) {
+    EXPECT_NE(std::string::npos, text.find(word))
+        << "no \"" << word << "\" in: " << text;
+  }
+}
+
 // Expects a failure whose message has all these words.
 inline void ExpectWords(const std::vector<std::string>& words,
                         const Status& status) {
   EXPECT_FALSE(status.ok());
-  for (const std::string& word : words) {
-    EXPECT_NE(std::string::npos, status.message().find(word))
-        << "no \"" << word << "\" in: " << status.message();
-  }
+  ExpectIn(status.message(), words);
 }
 
 inline void ExpectFailure(const Failure& expected, const Status& status) {

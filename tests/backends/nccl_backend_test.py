@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from conftest import refused
 from ep._src.backends.nccl import backend as nccl_backend
 from ep._src.backends.nccl import installation
 from ep._src.backends.nccl.backend import NcclBackend
@@ -33,7 +34,7 @@ def mesh(devices, **axes):
 
 
 @pytest.mark.parametrize(
-  "refused, words",
+  "unfit, words",
   [
     (mesh([gpu(0, platform="tpu"), gpu(1)]), ["'tpu'"]),
     (mesh([gpu(0), gpu(1, compute_capability="8.0")]), ["Hopper", "8.0"]),
@@ -42,11 +43,9 @@ def mesh(devices, **axes):
     (mesh([gpu(0), gpu(0)]), ["one process per GPU", "process 0 has 2"]),
   ],
 )
-def test_check_mesh_refuses(refused, words):
-  with pytest.raises(ValueError) as error:
-    NcclBackend().check_mesh(refused, "ep")
-  for word in ["ep_bootstrap", "nccl", *words]:
-    assert word in str(error.value)
+def test_check_mesh_refuses(unfit, words):
+  with refused("ep_bootstrap", "nccl", *words):
+    NcclBackend().check_mesh(unfit, "ep")
 
 
 def test_with_xla_communicators_a_process_may_have_several_gpus(monkeypatch):
@@ -420,7 +419,7 @@ def foreign(place):
   return lambda path: os.geteuid() + (path == place)
 
 
-def refused(machine, *words):
+def cache_refused(machine, *words):
   """Checks that `prepare` refuses the kernel cache, and names a cure."""
   return assert_refused(str(kernels(machine)), "NCCL_EP_JIT_CACHE_DIR", *words)
 
@@ -433,7 +432,7 @@ def test_a_cached_compile_failure_is_refused(machine):
   prepare()
   bad.mkdir()
   (bad / "compile.failed").touch()
-  assert str(good) not in refused(machine, str(bad), "Delete")
+  assert str(good) not in cache_refused(machine, str(bad), "Delete")
 
 
 def test_kernels_that_others_can_replace_are_refused(machine, monkeypatch):
@@ -442,10 +441,10 @@ def test_kernels_that_others_can_replace_are_refused(machine, monkeypatch):
   assert stat.S_IMODE(kernels(machine).stat().st_mode) == 0o700
   for mode in 0o770, 0o707:
     kernels(machine).chmod(mode)
-    refused(machine, "chmod go-w", oct(mode)[2:])
+    cache_refused(machine, "chmod go-w", oct(mode)[2:])
   kernels(machine).chmod(0o700)
   monkeypatch.setattr(installation, "_owner", foreign(kernels(machine)))
-  refused(machine, f"{kernels(machine)} belongs to another user")
+  cache_refused(machine, f"{kernels(machine)} belongs to another user")
 
 
 @pytest.mark.parametrize("name", ["cache", kernels(pathlib.Path())])
@@ -456,10 +455,10 @@ def test_a_link_to_kernels_must_be_the_users(machine, monkeypatch, name):
   (machine / name).symlink_to(machine / "mine")
   prepare()
   monkeypatch.setattr(installation, "_owner", foreign(machine / name))
-  refused(machine, f"{machine / name} belongs to another user")
+  cache_refused(machine, f"{machine / name} belongs to another user")
 
 
 def test_a_machine_without_a_folder_for_kernels_is_refused(machine):
   wheels(machine)
   (machine / "cache").touch()
-  refused(machine, "Not a directory")
+  cache_refused(machine, "Not a directory")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the Python bindings of libep_ffi_cuda.so, which calls a fake NCCL."""
 
+from concurrent import futures
+import ctypes
 import math
 import os
 import shutil
@@ -8,7 +10,6 @@ import shutil
 import pytest
 
 from ep._src.native import ffi
-from nccl_testing import load_fake_nccl, rank_threads
 import programs
 
 SIZES = dict(
@@ -25,7 +26,14 @@ SIZES = dict(
 
 @pytest.fixture(scope="module", autouse=True)
 def fake():
-  load_fake_nccl()
+  """Loads fakes of CUDA, NCCL and NCCL EP; the backend loads no other ones."""
+  ctypes.CDLL(os.environ["FAKE_NCCL"], ctypes.RTLD_GLOBAL)
+
+
+def on_ranks(count, function):
+  """Calls `function` with each rank, on threads of the fakes' only process."""
+  with futures.ThreadPoolExecutor(count) as threads:
+    list(threads.map(function, range(count)))
 
 
 def create_group(**options):
@@ -42,13 +50,11 @@ def connect(names, **sizes):
       name=names[rank], ranks={rank: rank}, unique_id=unique_id, **sizes
     )
 
-  with rank_threads(len(names)) as on_ranks:
-    on_ranks(create)
+  on_ranks(len(names), create)
 
 
 def close(names):
-  with rank_threads(len(names)) as on_ranks:
-    on_ranks(lambda rank: ffi.close_group("nccl", names[rank]))
+  on_ranks(len(names), lambda rank: ffi.close_group("nccl", names[rank]))
 
 
 def test_ids_differ():

@@ -33,8 +33,7 @@ def test_every_op(case):
 
 
 def test_threads_share_large_rows():
-  case = large_case("uniform", "ep2")
-  case.check(round_trip, case.tokens(), case.weights())
+  large_case("uniform", "ep2").check_round_trip()
 
 
 def test_launches_in_flight(case):

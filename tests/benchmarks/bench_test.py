@@ -183,10 +183,6 @@ def test_models_have_the_shapes_of_their_presets():
   (shape,) = workload_lib.parse_shapes(["mixtral_8x7b"], tokens=7, scale=16)
   assert shape == workload_lib.Shape(7, 256, 2, 8, 896)
   assert workload_lib.parse_shapes([str(shape)], tokens=1, scale=1) == [shape]
-  with pytest.raises(ValueError, match="7 does not divide hidden = 4096"):
-    workload_lib.parse_shapes(["mixtral_8x7b"], tokens=7, scale=7)
-  with pytest.raises(ValueError, match="'mixtral' is no shape; choose among"):
-    workload_lib.parse_shapes(["mixtral"], tokens=7, scale=7)
 
 
 # --- Reports and flags --------------------------------------------------------
@@ -227,6 +223,7 @@ def test_ratios_are_of_rounds_and_of_the_best_contender(capsys):
   "flags, message",
   [
     (["--shapes=1x2x3"], "'1x2x3' is no shape; choose among goals"),
+    (["--shapes=mixtral"], "'mixtral' is no shape; choose among goals"),
     (["--shapes=8x8x2x6"], "E must be a multiple of the 4 ranks"),
     (["--worlds=four"], "'four' is no process layout; write 4x1"),
     (["--shapes=8x8x2x8", "--capacity_factor=0.5"], "raise --capacity_factor"),

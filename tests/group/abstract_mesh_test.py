@@ -55,12 +55,14 @@ def test_shapes_of_every_op(layer):
     handle = ep.ep_prepare(layer, topk_idx)
     recv, recv_weights = ep.ep_dispatch(handle, tokens, weights)
     out = ep.ep_combine(handle, recv, weights=recv_weights)
-    return handle.group_sizes, recv, recv_weights, out
+    return handle, recv, recv_weights, out
 
-  C = layer.capacity
-  shapes = jax.eval_shape(ops, *inputs(layer))
+  C, L = layer.capacity, layer.num_local_experts
+  mem, *shapes = jax.tree.leaves(jax.eval_shape(ops, *inputs(layer)))
+  assert (mem.shape[0], mem.dtype) == (RANKS, jnp.uint8)
   assert [(x.shape, x.dtype) for x in shapes] == [
-    ((RANKS, layer.num_local_experts), jnp.int32),
+    *(((RANKS, n), jnp.int32) for n in (L, L, 1, L, 1)),
+    ((RANKS * T, K), jnp.bool_),
     ((RANKS, C, H), jnp.float32),
     ((RANKS, C), jnp.float32),
     ((RANKS * T, H), jnp.float32),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, check, expected, global_view
-from conftest import make_mesh
+from conftest import make_mesh, refused
 import ep
 import groups
 from groups import (
@@ -91,10 +91,8 @@ OTHER_BACKEND = "host" if GPU else "nccl"
 def test_refuses(options, words):
   """The message names the argument, its value and the condition."""
   mesh = make_mesh({"dp": 2, "ep": 2})
-  with pytest.raises((ValueError, TypeError)) as error:
+  with refused("ep_bootstrap", *words):
     bootstrap(mesh, **options)
-  for word in ["ep_bootstrap", *words]:
-    assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +106,18 @@ def test_refuses(options, words):
     (dict(top_k=2.0), ["top_k", "2.0", "float", "integer"]),
     (dict(recv_capacity_per_rank=2**31), ["recv_capacity_per_rank", "2^31"]),
     (dict(alignment=2**30), ["alignment = 1073741824", "32 bits"]),
+    (dict(capacity_factor=0.0), ["capacity_factor = 0.0", "must be positive"]),
+    (dict(capacity_multiple=0), ["capacity_multiple = 0"]),
+    (dict(name="a\nb"), ["'a\\nb', but it must have no characters"]),
+    (dict(drop_by="first"), ["drop_by", "first", "weight", "fair"]),
+    (dict(drop_by="fair", overflow="error"), ["drop_by", 'overflow="drop"']),
   ],
   ids=str,
 )
 def test_a_layer_refuses(options, words):
-  with pytest.raises((ValueError, TypeError)) as error:
-    ep.EpLayerConfig(groups.group(), name="moe_3", **options)
-  for word in ["EpLayerConfig", "moe_3", *words]:
-    assert word in str(error.value)
+  options = dict(name="moe_3") | options
+  with refused("EpLayerConfig", repr(options["name"])[1:-1], *words):
+    ep.EpLayerConfig(groups.group(), **options)
 
 
 def test_layers_may_set_top_k_instead_of_the_group():
@@ -123,8 +125,7 @@ def test_layers_may_set_top_k_instead_of_the_group():
   with bootstrap(mesh, top_k=None, recv_capacity_per_rank=E * T) as group:
     assert group.top_k is None
     for top_k in 1, K:
-      case = Case(ep.EpLayerConfig(group, top_k=top_k))
-      case.check(round_trip, case.tokens(), case.weights())
+      Case(ep.EpLayerConfig(group, top_k=top_k)).check_round_trip()
     with pytest.raises(ValueError, match="group has a top_k; give the layer"):
       ep.EpLayerConfig(group, name="moe_3")
 
@@ -176,7 +177,7 @@ def test_ep_resize_replaces_a_group():
     assert all(getattr(group, name) == getattr(old, name) for name in kept)
     case = Case(ep.EpLayerConfig(group), lead=(2 * T,), hidden=2 * H)
     assert case.layer.capacity == 4 * 2 * T * (E // 4)
-    case.check(round_trip, case.tokens(), case.weights())
+    case.check_round_trip()
     with pytest.raises(RuntimeError, match='"grows" was finalized'):
       ep.ep_prepare(ep.EpLayerConfig(old), inputs[0])
     with pytest.raises(RuntimeError, match='"grows" was finalized'):
@@ -188,7 +189,7 @@ def test_ep_resize_replaces_a_group():
     if BACKEND == "xla":  # The program has only XLA collectives.
       assert_same(program(*inputs), want)
     else:
-      with pytest.raises(ep.EpError, match="was finalized"):
+      with pytest.raises(ep.EpError, match='ep_prepare.*"grows" was finalized'):
         jax.block_until_ready(program(*inputs))
 
 
@@ -199,8 +200,7 @@ def test_an_alignment_of_zero_is_one():
     config = ep.EpLayerConfig(group, alignment=0)
     for alignment in None, 1:
       assert config == ep.EpLayerConfig(group, alignment=alignment)
-    case = Case(config)
-    case.check(round_trip, case.tokens(), case.weights())
+    Case(config).check_round_trip()
 
 
 @pytest.mark.parametrize("data_axes", [None, (), ("tp",)])
@@ -244,10 +244,9 @@ def test_a_timeout_without_end():
   """The deadline of a very long timeout does not overflow into the past."""
   for timeout_s in math.inf, 1e300:
     with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
-      case = Case(ep.EpLayerConfig(group))
       if jax.process_index() == 0:
         time.sleep(1.5)  # longer than the tick that checks deadlines
-      case.check(round_trip, case.tokens(), case.weights())
+      Case(ep.EpLayerConfig(group)).check_round_trip()
 
 
 def test_names_of_groups():
@@ -258,8 +257,7 @@ def test_names_of_groups():
   with bootstrap(mesh, name="owner") as group:
     with pytest.raises(ValueError, match="owner"):
       bootstrap(mesh, name="owner")
-    case = Case(ep.EpLayerConfig(group))
-    case.check(round_trip, case.tokens(), case.weights())
+    Case(ep.EpLayerConfig(group)).check_round_trip()
   ep.ep_finalize(group)  # Closing twice is no error.
 
 
@@ -301,10 +299,8 @@ def test_groups_layers_and_handles_refuse_pickle():
     (case.layer, ["layer", '"moe_3"', "EpLayerConfig"]),
     (handle, ['"moe_3"', "handle", "jax.tree.leaves", "EpHandle"]),
   ]:
-    with pytest.raises(TypeError) as error:
+    with refused(*words):
       ForkingPickler.dumps(value)
-    for word in words:
-      assert word in str(error.value)
 
 
 @pytest.mark.skipif(
@@ -318,5 +314,4 @@ def test_bootstrap_avoids_a_taken_address(monkeypatch):
     taken.bind(f"\0ep_ffi-{name}")
     with bootstrap(make_mesh({"ep": 4})) as group:
       assert not list(names)
-      case = Case(ep.EpLayerConfig(group))
-      case.check(round_trip, case.tokens(), case.weights())
+      Case(ep.EpLayerConfig(group)).check_round_trip()

@@ -10,7 +10,7 @@ import sys
 import time
 
 import death_test
-from death_test import check_deaths, failure, IN_OPS, run_traced
+from death_test import check_deaths, DEATHS, failure, run_traced
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ LONG_S = 120.0  # A timeout_s that no scenario reaches.
 def notes(tmp_path_factory):
   """Runs four ranks through one failure after another; returns their notes."""
   notes = tmp_path_factory.mktemp("notes")
-  run_traced(__file__, notes, "one_after_another", *IN_OPS)
+  run_traced(__file__, notes, "one_after_another", *DEATHS)
   return notes
 
 
@@ -89,7 +89,7 @@ def test_a_rank_that_is_late_for_bootstrap(notes):
 
 
 def test_survivors_of_deaths_get_an_error(notes):
-  check_deaths(notes, IN_OPS)
+  check_deaths(notes, DEATHS)
 
 
 def refusal(monkeypatch, library):

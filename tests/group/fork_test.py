@@ -17,7 +17,7 @@ from conftest import make_mesh, TIMEOUT_S
 import ep
 from ep._src.group import bootstrap as groups_of_process
 from groups import BACKEND, bootstrap
-from op_functions import handle_of, round_trip
+from op_functions import handle_of
 
 pytestmark = [
   pytest.mark.skipif(
@@ -65,9 +65,7 @@ def test_the_parent_goes_on():
   group = bootstrap(make_mesh({"ep": 4}), timeout_s=TIMEOUT_S)
   case = Case(ep.EpLayerConfig(group))
 
-  def step():
-    case.check(round_trip, case.tokens(), case.weights())
-
+  step = case.check_round_trip
   step()
 
   def drop():

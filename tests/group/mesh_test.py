@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, expected, run_on
-from conftest import make_mesh, to_global
+from conftest import make_mesh, refused, to_global
 import ep
 from groups import bootstrap, failing, not_with_xla, spec
 from op_functions import round_trip
@@ -66,12 +66,10 @@ def test_another_order_of_the_axes_is_accepted(group):
 def test_tracing_compares_the_mesh_in_context(group, name):
   case, *_ = case_of(group)
   mesh = OTHERS[name]
-  with jax.set_mesh(mesh), pytest.raises(ValueError, match="mesh") as error:
+  with jax.set_mesh(mesh), refused("ep_prepare", "moe_3", "mesh", "ep_boot"):
     jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)(
       to_global(case.topk_idx, mesh, spec(case.layer))
     )
-  for word in ["ep_prepare", "moe_3", "ep_bootstrap"]:
-    assert word in str(error.value)
 
 
 @pytest.mark.skipif(
@@ -80,6 +78,5 @@ def test_tracing_compares_the_mesh_in_context(group, name):
 def test_processes_with_different_orders_do_not_bootstrap():
   odd = jax.process_index() == jax.process_count() - 1
   mesh = mesh_of([0, 1, 3, 2] if odd else [0, 1, 2, 3], ("dp", "ep"))
-  with pytest.raises(ValueError, match="mesh = ") as error:
+  with refused("ep_bootstrap", "mesh = "):
     bootstrap(mesh)
-  assert "ep_bootstrap" in str(error.value)

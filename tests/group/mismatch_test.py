@@ -16,7 +16,7 @@ from conftest import make_mesh
 import ep
 from ep._src.group import agreement
 from groups import bootstrap, not_with_xla
-from op_functions import dispatch, round_trip, sizes
+from op_functions import dispatch, sizes
 
 pytestmark = [
   not_with_xla("XLA's collectives do not compare programs"),
@@ -55,8 +55,7 @@ def expect_words(error, *words):
 
 
 def check_works(group):
-  case = Case(ep.EpLayerConfig(group))
-  case.check(round_trip, case.tokens(), case.weights())
+  Case(ep.EpLayerConfig(group)).check_round_trip()
 
 
 def expect_disagreement(group, fn, *words):

@@ -13,7 +13,8 @@ import pytest
 from cases import jit_quickly
 from conftest import assert_shards_close, make_mesh, to_global
 import ep
-from router_cases import E, K, logits_of
+from groups import E, K
+from parameters import logits_of
 
 LOSSES = {
   "load": ep.load_balancing_loss,

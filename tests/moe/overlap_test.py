@@ -40,7 +40,6 @@ class Body:
       self.operands[name] = re.findall(r"[\w.\-]+", operands)
 
   def waits(self, name, other):
-    """Returns whether `name` depends on `other`."""
     seen, todo = set(), [name]
     while todo:
       for operand in self.operands.get(todo.pop(), ()):

@@ -21,7 +21,8 @@ from conftest import (
 )
 import ep
 from ep._src.moe import router
-from router_cases import E, K, logits_of
+from groups import E, K
+from parameters import logits_of
 
 SCORES = "softmax", "sigmoid", "sqrtsoftplus"
 

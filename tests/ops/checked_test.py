@@ -12,7 +12,7 @@ from cases import assert_same, Case, global_view
 import ep
 from ep._src.base import contexts
 from groups import BACKEND, GPU, layer, of_one_process
-from op_functions import combine, everything, sizes
+from op_functions import combine, everything
 
 
 @pytest.fixture(autouse=True)
@@ -75,15 +75,6 @@ def test_rows_that_no_token_sums_may_be_nan():
   rows = np.full_like(case.rows(), np.nan)
   rows[3] = case.rows()[3]  # The only chosen expert is on rank 3.
   case.check(combine, rows)
-
-
-@pytest.mark.skipif(
-  jax.process_count() == 1, reason="one process has one program"
-)
-def test_processes_with_different_layers():
-  last = jax.process_index() == jax.process_count() - 1
-  case = Case(layer(name="moe_4" if last else "moe_3"))
-  case.check_error(["ep_prepare", "disagree", "layer"], sizes)
 
 
 @of_one_process

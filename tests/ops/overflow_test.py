@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, global_view, local_view, lower
-from conftest import to_global
+from conftest import refused, to_global
 import ep
 from ep._src.ops import reference
 from ep.testing._routings import ROUTINGS
-from groups import BACKEND, E, group, H, K, layer, of_one_process, ranks, spec
+from groups import BACKEND, E, group, K, layer, of_one_process, ranks, spec
 import op_functions
 from op_functions import Moved, Ops, round_trip, sizes
 import quick_compiler
@@ -40,8 +40,7 @@ def test_an_error_on_every_rank_after_which_the_group_works():
   assert needed_rows(case) == 20
   words = ["ep_prepare", '"narrow"', "20", "8", "drop"]
   case.check_error(words, round_trip, case.tokens(), case.weights())
-  fits = Case(case.layer, np.full_like(case.topk_idx, -1))
-  fits.check(round_trip, fits.tokens(), fits.weights())
+  Case(case.layer, np.full_like(case.topk_idx, -1)).check_round_trip()
 
 
 def test_the_error_names_the_argument_to_raise():
@@ -172,46 +171,6 @@ def test_vmap_is_one_exchange_for_each_example():
   assert_same(program(*args), jax.tree.map(lambda *x: np.stack(x), *expected))
 
 
-@of_one_process
-def test_a_layer_that_drops_equals_a_layer_of_the_kept_choices():
-  config = narrow_layer("ep4", 16, drop_by="weight")
-  case = next(cases_of(config))
-  ids, weights = case.routing
-  kept = np.where(sizes(case.oracle).kept, ids, -1).astype(np.int32)
-  wide = ep.EpLayerConfig(config.group)
-  rng = np.random.default_rng(1)
-  matrices = dict(
-    w_up=rng.standard_normal((E, H, 4)).astype(np.float32),
-    w_down=rng.standard_normal((E, 4, H)).astype(np.float32),
-  )
-  axis = PartitionSpec(config.group.axis_name)
-  experts = {
-    n: to_global(x, wide.group.mesh, axis) for n, x in matrices.items()
-  }
-
-  def grads(layer, experts, ids, tokens, weights):
-    def loss(tokens, weights):
-      out, handle = ep.moe_layer(
-        layer, tokens, ids, weights, **experts, return_handle=True
-      )
-      return jnp.sin(out).sum(), (out, handle.kept)
-
-    return jax.grad(loss, argnums=(0, 1), has_aux=True)(tokens, weights)
-
-  @functools.partial(jax.jit, compiler_options=quick_compiler.QUICK)
-  def both(experts, ids, kept, *args):
-    return (
-      grads(config, experts, ids, *args),
-      grads(wide, experts, kept, *args),
-    )
-
-  args = map(case.put, (ids, kept, case.tokens(), weights))
-  results = both(experts, *args)
-  for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-    for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
-      np.testing.assert_allclose(x.data, y.data, rtol=1e-5, atol=1e-5)
-
-
 # The example of docs/semantics.md: the experts and weights of tokens A to F.
 EXAMPLE = np.array([[[0], [0], [0]], [[0], [1], [2]]])
 WEIGHTS = np.array([[[9], [5], [4]], [[7], [2], [6]]]) / 10
@@ -301,10 +260,8 @@ def test_weights_that_do_not_fit_are_refused(short):
   weights = jnp.zeros((4 * T, K))
 
   def refuse(fn, *words):
-    with pytest.raises((ValueError, TypeError)) as error:
+    with refused(*words):
       jax.eval_shape(fn)
-    for word in words:
-      assert word in str(error.value)
 
   prepare = functools.partial(ep.ep_prepare, short.layer)
   refuse(lambda: prepare(ids), "topk_weights is None", "fair")

@@ -11,7 +11,7 @@ import pytest
 from cases import assert_same, Case, expected
 import ep
 from ep.testing._routings import ROUTINGS
-from groups import K, layer, of_one_process, ranks, spec, T
+from groups import K, layer, of_one_process, spec, T
 from op_functions import Ops, round_trip, sizes
 
 
@@ -22,28 +22,6 @@ from op_functions import Ops, round_trip, sizes
 def test_counts_of_every_routing(mesh, alignment):
   for routing in ROUTINGS:
     Case(layer(mesh, alignment=alignment), routing).check(sizes)
-
-
-@of_one_process
-def test_shapes_without_running():
-  config = layer("dp2_ep2")
-  case = Case(config)
-  handle = jax.eval_shape(
-    lambda idx: ep.ep_prepare(config, idx), case.put(case.topk_idx)
-  )
-  r, l = ranks(config), config.num_local_experts
-  assert handle.mem.dtype == jnp.uint8
-  assert handle.mem.shape[0] == r
-  for leaf, width in [
-    (handle.group_sizes, l),
-    (handle.token_counts, l),
-    (handle.total_recv_tokens, 1),
-    (handle.dropped_counts, l),
-    (handle.max_recv_tokens, 1),
-  ]:
-    assert (leaf.shape, leaf.dtype) == ((r, width), jnp.int32)
-  kept = handle.kept
-  assert (kept.shape, kept.dtype) == (case.topk_idx.shape, jnp.bool_)
 
 
 def test_kept_has_the_axes_and_the_sharding_of_the_choices():

@@ -5,8 +5,6 @@ import dataclasses
 import functools
 import pathlib
 import resource
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree
 
@@ -19,7 +17,6 @@ from ep._tools.planning import command, links
 from ep._tools.planning.demand import Counted, Layout
 from ep._tools.planning.place import NAMED
 from ep._tools.records import files
-import programs
 
 E, K, T = 16, 3, 20
 CFG = ep.MoEConfig(hidden=8, inner=4, num_experts=E, top_k=K, name="moe_3")
@@ -307,19 +304,6 @@ def test_a_command_that_cannot_be_run_says_why(argument, words, capsys):
   with pytest.raises(SystemExit, match="2"):
     command.main(given)
   assert words in capsys.readouterr().err
-
-
-@pytest.mark.skipif(jax.process_count() > 1, reason="it starts a process")
-def test_the_command_prints_a_plan():
-  program = [sys.executable, "-m", "ep", "plan", "--preset=mixtral_8x7b"]
-  out = subprocess.run(
-    [*program, "--nodes=1"],
-    check=True,
-    capture_output=True,
-    env=programs.environment(),
-    text=True,
-  )
-  assert out.stdout.startswith("8 ranks") and not out.stderr
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(ep_sizes=[4096], replicas=[3840])])

@@ -150,25 +150,6 @@ def test_calls_outside_of_a_program_and_of_examples(folder):
 
 
 @of_one_process
-def test_drops_are_recorded(folder):
-  a_layer = layer(overflow="drop", drop_by="fair", recv_capacity_per_rank=10)
-  rng = np.random.default_rng(0)
-  ids = draw(rng, (R * T, K), np.exp(-np.arange(E)))
-  weights = rng.random(ids.shape, np.float32)
-  with ep.record(folder, weights=True):
-    handle = jax.jit(lambda *x: ep.ep_prepare(a_layer, *x))(
-      put(a_layer, ids), put(a_layer, weights)
-    )
-    kept = multihost_utils.process_allgather(handle.kept, tiled=True)
-  assert not kept.all()
-  record = replayed(folder)
-  assert record.steps("moe") == (0,)
-  np.testing.assert_array_equal(record.topk_idx("moe", 0), ids)
-  np.testing.assert_array_equal(record.topk_weights("moe", 0), weights)
-  assert ep.suggest_capacity(a_layer, record).demand.max() > 10
-
-
-@of_one_process
 def test_chunks_are_one_call(folder):
   a_layer = layer(overflow="chunk", recv_capacity_per_rank=16)
   busy = np.broadcast_to(np.arange(K, dtype=np.int32), (R * T, K))

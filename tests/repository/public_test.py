@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public modules have documented, typed and importable names."""
+"""Public modules have documented and importable names."""
 
 import ast
 import inspect
-import os
 import pathlib
 import pickle
 import pydoc
@@ -56,31 +55,6 @@ def test_a_name_belongs_to_its_public_module(module, name):
   assert pickle.loads(pickle.dumps(value)) is value
   # The defining file resolves the names in annotations.
   typing.get_type_hints(value)
-
-
-def _functions():
-  """Yields names and signatures of public functions and methods."""
-  folder = os.path.dirname(ep.__file__)
-  for module in _MODULES:
-    public = {k: v for k, v in vars(module).items() if not k.startswith("_")}
-    for name, value in public.items():
-      members = vars(value) if inspect.isclass(value) else {"": value}
-      for member, function in members.items():
-        function = getattr(function, "fget", function)
-        code = getattr(function, "__code__", None)
-        if code and code.co_filename.startswith(folder):
-          yield f"{name} {member}", inspect.signature(function)
-
-
-def test_every_signature_has_its_types():
-  """A type checker would take a missing type for `Any`."""
-  signatures = dict(_functions())
-  assert len(signatures) > 30
-  for name, signature in signatures.items():
-    assert signature.return_annotation is not signature.empty, name
-    for parameter in signature.parameters.values():
-      if parameter.name != "self":
-        assert parameter.annotation is not parameter.empty, name
 
 
 def _docstrings():

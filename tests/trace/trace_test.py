@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the files that ep.trace writes; explain_test.py tests reading them."""
+"""Tests the files that ep.trace writes, and the spans of a profiler.
+
+explain_test.py tests reading the files.
+"""
 
 import collections
 import functools
 import gzip
 import json
+import re
 import time
 
 import jax
@@ -17,7 +21,14 @@ from conftest import make_mesh
 import ep
 from ep._src.backends.xla import stamps
 from ep._src.base import contexts
-from groups import BACKEND, bootstrap, layer, of_one_process, spec
+from groups import (
+  BACKEND,
+  bootstrap,
+  layer,
+  not_with_xla,
+  of_one_process,
+  spec,
+)
 from op_functions import Ops
 import programs
 
@@ -255,3 +266,35 @@ def test_a_group_without_a_trace_says_so(tmp_path):
   with pytest.raises(ValueError, match="has no trace, because its mesh"):
     with ep.trace(bootstrap(mesh, backend=None), tmp_path):
       pass
+
+
+def span_names(folder):
+  """Returns the span names of a trace, without their numeric suffixes."""
+  (path,) = folder.glob("plugins/profile/*/*.trace.json.gz")
+  events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+  return [re.sub(r"\.\d+$", "", e.get("name", "")) for e in events]
+
+
+@not_with_xla("a span is a collective of XLA's")
+def test_spans_name_the_op_and_the_layer(tmp_path):
+  config = layer(name="moe_3")
+  case = Case(config)
+
+  @jax.jit
+  def step(topk_idx, tokens, weights):
+    def round_trip(tokens):
+      ops = Ops(ep.ep_prepare(config, topk_idx))
+      recv, recv_weights = ops.dispatch(tokens, weights)
+      return ops.combine(recv, recv_weights)
+
+    out, vjp = jax.vjp(round_trip, tokens)
+    return vjp(out)
+
+  args = [case.put(x) for x in (case.topk_idx, case.tokens(), case.weights())]
+  jax.block_until_ready(step(*args))
+  with jax.profiler.trace(tmp_path):
+    jax.block_until_ready(step(*args))
+  names = span_names(tmp_path)
+  devices = jax.local_device_count()
+  for op in "prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd":
+    assert names.count(f"ep_{op}_moe_3_") == devices

@@ -22,8 +22,8 @@ namespace {
 
 using testing::Backend;
 using testing::Domain;
-using testing::ExpectFailure;
-using testing::ExpectOk;
+using testing::ExpectFailureOnAll;
+using testing::ExpectRuns;
 using testing::WorldOptions;
 
 Backend HostBackend(const std::string& name, int32_t max_processes) {
@@ -74,9 +74,8 @@ testing::StepPtr CombineStep(const Domain& domain, uint32_t word) {
 TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
   Domain domain = MakeHostGroup({kTwoRanks}, 1)[0];
   domain.devices[1] = 7;
-  for (const Status& status : PrepareStep(domain, kTwoRanks)->Run()) {
-    ExpectFailure({Code::kFailedPrecondition, {"device 7 is not in"}}, status);
-  }
+  ExpectFailureOnAll({Code::kFailedPrecondition, {"device 7 is not in"}},
+                     PrepareStep(domain, kTwoRanks));
 }
 
 // XLA's threads flush denormals. So must our threads, which may run the op.
@@ -85,7 +84,7 @@ TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
   for (int32_t num_processes : {1, 2}) {
     const Domain domain = MakeHostGroup({kTwoRanks}, num_processes)[0];
     const testing::StepPtr combine = CombineStep(domain, kDenormal);
-    for (const Status& status : combine->Run()) ExpectOk(status);
+    ExpectRuns(combine);
     for (int64_t rank = 0; rank < kTwoRanks.ep_size; ++rank) {
       EXPECT_EQ(std::vector<std::byte>(kRow.bytes()),
                 combine->output(rank).data.rows);
@@ -135,9 +134,7 @@ TEST(HostGroupTest, ClosedGroupsHoldNothing) {
   const auto cycle = [&] {
     const Domain& domain =
         closed.emplace_back(MakeHostGroup({kTwoRanks}, 2)[0]);
-    for (const Status& status : PrepareStep(domain, kTwoRanks)->Run()) {
-      ExpectOk(status);
-    }
+    ExpectRuns(PrepareStep(domain, kTwoRanks));
     for (const auto& group : domain.groups) (void)group->Close();
   };
   cycle();  // creates objects that are never freed
@@ -152,10 +149,9 @@ TEST(HostGroupTest, ClosedGroupsHoldNothing) {
   EXPECT_TRUE(WaitFor(/*seconds=*/5, has_no_more))
       << ::testing::PrintToString(before) << " became "
       << ::testing::PrintToString(CountHoldings());
-  for (const Status& status : PrepareStep(closed[0], kTwoRanks)->Run()) {
-    ExpectFailure(
-        {Code::kFailedPrecondition, {"ep_prepare(layer", "finalized"}}, status);
-  }
+  ExpectFailureOnAll(
+      {Code::kFailedPrecondition, {"ep_prepare(layer", "finalized"}},
+      PrepareStep(closed[0], kTwoRanks));
 }
 
 }  // namespace

@@ -19,8 +19,7 @@ class FakeTest : public NcclGroupTest {
   // Expects at least one violation, with these words in the first one.
   static void ExpectViolation(const std::string& words) {
     const std::vector<std::string> sentences = fake::TakeViolations();
-    ExpectWords({words}, Status(Code::kInternal,
-                                sentences.empty() ? "nothing" : sentences[0]));
+    ExpectIn(sentences.empty() ? "nothing" : sentences[0], {words});
   }
 };
 

@@ -55,9 +55,7 @@ TEST(RunsTest, ARunThatContinuesAfterAnotherRunIsRefused) {
   const std::string message = ExpectSteps({{1, "train", 0, 0, 0},
                                            {2, "eval", 0, 0, 0},
                                            {1, "train", 1, 0, kRefused}});
-  for (const char* word : {"\"train\"", "\"eval\"", "one thread"}) {
-    EXPECT_NE(std::string::npos, message.find(word)) << message;
-  }
+  ExpectIn(message, {"\"train\"", "\"eval\"", "one thread"});
   ExpectSteps({{1, "train", 0, 0, 0},
                {2, "train", 0, 0, 1},
                {1, "train", 0, 0, kRefused}});

@@ -248,7 +248,7 @@ TEST_F(LateTest, AWarningNamesAMissingRankBeforeTheError) {
   EXPECT_EQ(std::future_status::timeout,
             mine.wait_for(std::chrono::milliseconds(1000)));
   const std::string log = ::testing::internal::GetCapturedStderr();
-  EXPECT_NE(std::string::npos, log.find(words)) << log;
+  testing::ExpectIn(log, {words});
   ExpectError(Code::kDeadlineExceeded, "waited timeout_s", std::move(mine));
 
   ::testing::internal::CaptureStderr();

@@ -20,7 +20,9 @@ namespace ep::nccl {
 
 using testing::Choices;
 using testing::Domain;
+using testing::ExpectIn;
 using testing::ExpectOk;
+using testing::ExpectRuns;
 using testing::ExpectWords;
 using testing::ForEachRank;
 using testing::kDims;
