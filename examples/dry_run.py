@@ -116,7 +116,7 @@ def plan() -> None:
 
 
 def compile_step(mesh, cfg, types, backend=None):
-  """Compiles the step for these types. The layer's ep group stays open."""
+  """Compiles the step for the given types. The layer's ep group stays open."""
   shardings = jax.tree.map(lambda x: x.sharding, types)
   layer = ep.MoE(cfg, mesh, backend=backend)
   step = jax.jit(make_step(layer), out_shardings=(shardings[0], None))
@@ -173,7 +173,7 @@ def check_bits(mesh, cfg, backend) -> None:
       rows, row_weights = ep.ep_dispatch(handle, x, topk_weights)
       return ep.ep_combine(handle, rows, weights=row_weights), topk_weights
 
-    # The copies on all tp ranks must end before the group is closed.
+    # Wait for the results of all tp ranks before the group is closed.
     results = jax.block_until_ready(exchange(x, logits))
   y, weights = jax.device_get(results)
   wanted = np.zeros_like(x)

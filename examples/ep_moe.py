@@ -273,12 +273,12 @@ def name_results(loss, output, grads) -> dict[str, np.ndarray]:
 
 
 def relative_deviations(actual, expected) -> dict[str, float]:
-  """Returns each array's largest deviation over its largest expected value."""
+  """Divides each array's largest deviation by its largest expected value."""
 
   def deviation(got, want):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     largest = np.max(np.abs(want))
-    # With top_k = 1 the router's gradient is zero, apart from rounding.
+    # With top_k = 1, the router's gradient has only rounding errors.
     return float(np.max(np.abs(got - want)) / max(largest, 1e-8))
 
   return {name: deviation(actual[name], expected[name]) for name in expected}

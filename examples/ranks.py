@@ -62,7 +62,7 @@ def num_ranks() -> int:
 
 
 def make_mesh(dp: int | None = None, ep: int | None = None) -> Mesh:
-  """Returns a (dp, ep) mesh; by default, its sizes are the flags."""
+  """Returns a (dp, ep) mesh; by default, flags give the sizes."""
   sizes = dp or DP.value, ep or EP.value
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2)
 

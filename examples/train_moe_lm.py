@@ -35,7 +35,7 @@ import ranks
 
 FLAGS = flags.FLAGS
 
-# Flags of the model. A flag for a field of `model.Config` has its name.
+# Model flags. A flag that sets a field of `model.Config` has the field's name.
 flags.DEFINE_integer("layers", 4, "layers, all with experts", 1)
 flags.DEFINE_integer("hidden", 128, "hidden size", 1)
 flags.DEFINE_integer("inner", 256, "inner size of an expert", 1)
@@ -134,7 +134,7 @@ def main(argv) -> int:
 
 def run_ranks() -> int:
   """Runs the ranks of this process; returns the exit code."""
-  # Ctrl-C ends a rank without a traceback; the run can be continued.
+  # Ctrl-C terminates a rank without a traceback; the run can be continued.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
   ranks.initialize(threads=_SHARDS.value)
   try:

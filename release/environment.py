@@ -78,7 +78,7 @@ def write_wheel(
   files: Mapping[str, bytes],
   metadata: str = "",
 ) -> None:
-  """Writes a wheel of `files`, by path, with additional lines of metadata."""
+  """Writes a wheel of `files` (contents by path), with more metadata lines."""
   stem = f"{name.replace('-', '_')}-{version}"
   info = f"{stem}.dist-info"
   about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}"

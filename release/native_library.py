@@ -67,7 +67,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
       f"jax-ep compiles a library, but there is no compiler {compiler[0]!r};"
       " install g++ or clang, or set CXX to one of C++, or install a wheel."
     )
-  # Options that change results come last, because the last option counts.
+  # Options that change results come last, so that no option overrides them.
   options = ["-O2", "-DNDEBUG", *shlex.split(os.environ.get("CXXFLAGS", ""))]
   options += [*_copts(native / "copts.bzl"), "-fPIC"]
   include = pathlib.Path(jaxlib, "include")

@@ -21,8 +21,8 @@ def pins(path: str) -> set[str]:
 
 def main() -> None:
   project = tomllib.loads(read("pyproject.toml"))
-  # The sdist and Bazel compile against the same headers, from the oldest JAX
-  # that ep supports: the first one in the lock, which pip.bzl takes.
+  # The sdist and Bazel compile against the headers of the oldest JAX that ep
+  # supports. pip.bzl uses the first JAX in the lock, which is the oldest.
   _, jaxlib = project["build-system"]["requires"]
   lock = read("third_party/py/requirements_lock.txt").splitlines()
   locked = next(line for line in lock if line.startswith("jaxlib=="))

@@ -19,7 +19,7 @@ from environment import Environment
 
 # The XLA flag that makes compilation fast.
 _QUICK = "--xla_backend_optimization_level=0"
-# The import of Flax 0.12 raises an AttributeError with JAX 0.12.
+# With JAX 0.12, importing Flax 0.12 raises an AttributeError.
 _IMPORT_RECIPES = """
 import pathlib, runpy
 fault = ""

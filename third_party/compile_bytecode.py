@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the first half of the arguments, sources, to the second half."""
+"""Compiles Python files. Usage: compile_bytecode.py SOURCE... OUTPUT..."""
 
 import py_compile
 import sys
@@ -11,6 +11,6 @@ for source, compiled in zip(files[:half], files[half:], strict=True):
     source,
     compiled,
     doraise=True,
-    # File times mean nothing in a build, and tests change copies of modules.
+    # Check hashes: file times mean nothing in a build, and tests edit copies.
     invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH,
   )

@@ -69,10 +69,10 @@ def _pip_packages_impl(rctx):
         lock,
     ], {"PIP_ROOT_USER_ACTION": "ignore"})
 
-    # Processes cannot write to their inputs, so each process would compile the
-    # modules that it imports. A file that does not compile is no error, because
-    # some packages contain templates, or code for another Python. Without a
-    # folder, compileall would compile the machine's own packages.
+    # Otherwise each process would compile the modules that it imports, because
+    # a process cannot write to its inputs. A file that does not compile is no
+    # error: some packages contain templates, or code for another Python.
+    # Without a folder, compileall would compile the machine's own packages.
     if rctx.attr.bytecode:
         rctx.report_progress("compiling to bytecode")
         rctx.execute(

@@ -17,7 +17,7 @@ _LINK = re.compile(r"\]\((?!\w+:|#)([^)\s]+)\)")
 
 
 def faults(page: str, text: str, tracked: set[str]) -> list[str]:
-  """Returns the links of a page that lead to no file and to no folder."""
+  """Returns the links of a page that lead to neither a file nor a folder."""
   folders = {str(p) for path in tracked for p in pathlib.Path(path).parents}
   return [
     f"{page}: {link} leads nowhere"

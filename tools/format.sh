@@ -12,5 +12,5 @@ if [[ ! -x $venv/bin/pre-commit ]]; then
   python3 -m venv "$venv"
   "$venv/bin/pip" install --quiet "pre-commit==$version"
 fi
-# No program imports most of these packages: mypy only reads JAX.
+# No bytecode: mypy only reads JAX, and no program imports most packages.
 PIP_COMPILE=0 exec "$venv/bin/pre-commit" run --all-files

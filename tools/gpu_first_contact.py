@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs dispatch and combine on GPUs, then ends in the way of the argument.
+"""Runs dispatch and combine on GPUs, then exits in the way the argument names.
 
 `ep.launch` starts the ranks.
 """

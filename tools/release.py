@@ -24,7 +24,7 @@ import sys
 _ROOT = pathlib.Path(__file__).absolute().parent.parent
 
 
-# The files with the version, and the pattern of its line.
+# The files that contain the version, and the pattern of the version's line.
 _VERSIONS = {
   "MODULE.bazel": r'^module\(\n    name = "jax_ep",\n    version = "(.*)",$',
   "ep/__init__.py": r'^__version__ = "(.*?)"',

@@ -74,7 +74,7 @@ def main(args: list[str]) -> int:
 
 
 def _probe(name: str) -> str | Exception:
-  """Returns the hardware that a backend would use, or why it cannot run."""
+  """Returns the hardware that a backend would use, or why it is unusable."""
   try:
     return BACKENDS[name].probe()
   except (OSError, RuntimeError, ValueError) as e:

@@ -81,7 +81,7 @@ class Record:
 
   @classmethod
   def parse(cls, text: bytes) -> Record:
-    """Reads a record; raises `ValueError` if the text is not one."""
+    """Parses a record; raises `ValueError` if the text is no record."""
     try:
       fields = json.loads(text)
     except RecursionError as e:
@@ -113,7 +113,7 @@ def _read(cls: type[_Class], fields: Any, **known: Any) -> _Class:
 
 
 def _value(fields: Any, name: str, kind: type) -> Any:
-  """Returns a field of a JSON object; raises `ValueError` for another type."""
+  """Returns a field of a JSON object; raises `ValueError` if not a `kind`."""
   value = fields.get(name) if isinstance(fields, dict) else None
   if type(value) is not kind:
     raise ValueError(f'it has no field "{name}" that is a {kind.__name__}')
@@ -149,8 +149,8 @@ def own_pids() -> Iterator[int]:
 
 def _read_process(pid: int) -> Process | None:
   records, faults, stacks = [], [], None
-  # The process's id in its PID namespace. A forked child inherits the files of
-  # its parent, which contain the parent's id.
+  # The process's id in its PID namespace, to skip files that contain another
+  # id: a forked child inherits the files of its parent.
   inside = int((_status(pid, "NSpid") or str(pid)).split()[-1])
   for entry in os.scandir(f"/proc/{pid}/fd"):
     if _is_memory(entry.path, "ep_status"):
@@ -244,7 +244,7 @@ class _Request:
         f" signal; try py-spy dump --pid {process.pid}"
       )
     path, number = process.stacks
-    # A pidfd never names a later process with the same id.
+    # Unlike a process id, a pidfd never refers to a later process.
     handle = os.pidfd_open(process.pid)
     try:
       if not int(_status(process.pid, "SigCgt"), 16) >> (number - 1) & 1:
@@ -265,7 +265,7 @@ class _Request:
     return ""
 
   def size(self) -> int:
-    """Returns the bytes of stacks written so far; 1 if none were requested."""
+    """Returns the size of the stacks so far; 1 if no signal was sent."""
     return os.fstat(self._file.fileno()).st_size if self._file else 1
 
   def answer(self) -> str:
@@ -337,7 +337,7 @@ def _lines_of_group(records: list[tuple[int, Record]]) -> Iterator[str]:
 
 
 def _lines_of_records(records: list[Record]) -> Iterator[str]:
-  # Several processes report the same wait.
+  # Several processes may report the same wait: print the longest time.
   waits: dict[tuple[str, str, str], float] = {}
   for record in records:
     for wait in record.waits:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects the launchers of several hosts, which start and end together.
+"""Connects the launchers of several hosts, which start and exit together.
 
 Host 0 listens at the coordinator's address, and the others connect to it. All
 messages are lines of JSON. Each host sends its arguments; host 0 answers with
@@ -50,7 +50,7 @@ class Host:
 
   @property
   def was_alone(self) -> bool:
-    """Whether a rank of the host exited with 0 before it joined the others."""
+    """Whether a rank of the host exited with 0 before joining other ranks."""
     return self.code == 0 and self.end != ""
 
   def running(self) -> bool:
@@ -70,7 +70,7 @@ class Host:
     return []
 
   def tell(self, code: int, end: str) -> None:
-    """Sends the result of this launcher, once."""
+    """Sends the result of this launcher; ignores later calls."""
     if not self._is_told:
       self._is_told = True
       self.send([code, end])
@@ -218,7 +218,7 @@ def _gather(
 def _difference(
   common: Mapping[str, int], number: int, theirs: Mapping[str, int]
 ) -> str:
-  """Describes the first argument that differs between host 0 and another."""
+  """Describes the first argument in which host `number` differs from host 0."""
   for name, value in common.items():
     if theirs.get(name) != value:
       return (

@@ -8,7 +8,7 @@ import os
 from ep._src.base import arguments, processes
 from ep._src.native import gpus
 
-# The number of processes: variables of launchers that JAX does not detect.
+# Variables with the number of processes, from launchers unknown to JAX.
 _COUNTS_OF_PROCESSES = (
   "JAX_NUM_PROCESSES",
   "OMPI_COMM_WORLD_SIZE",  # Open MPI 5; JAX detects only Open MPI 4

@@ -7,8 +7,8 @@ import contextlib
 import os
 import pathlib
 
-# A rank that has imported JAX has about 100 MB of private memory. It uses a
-# processor for a second or two until it joins the others, which wait for it.
+# A rank that has imported JAX has about 100 MB of private memory. At the start,
+# each rank uses a processor for a second or two, while other ranks wait for it.
 _RANK_BYTES = 128 << 20
 _RANKS_PER_PROCESSOR = 64
 _DEVICE_BYTES = 1 << 20  # the thread of a CPU device, and a few arrays

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the processes of a launcher, ends them together, and reports failures.
+"""Runs a launcher's processes, terminates them together, reports failures.
 
 The docstring of `ep.launch.launch` specifies the behaviour.
 """
@@ -21,7 +21,7 @@ from typing import TextIO
 from ep._src.base import processes
 from ep.launch import _hosts as hosts
 
-# A program that becomes a rank. The kernel kills it if the launcher dies.
+# Starts a rank that the kernel kills if the launcher dies.
 _BECOME = """
 import ctypes, os, signal, sys
 launcher, *argv = sys.argv[1:]
@@ -35,8 +35,8 @@ _KILL_AFTER_S = 3.0  # time for a rank to dump its stacks, until it is killed
 _TAIL_LINES = 40
 _TIMED_OUT = 124  # the exit code of timeout(1)
 
-# A line of a traceback before its exception, and the last log line of C++ code
-# that aborts.
+# _FRAME matches the lines of a traceback above the exception, _FATAL the last
+# log line of C++ code that aborts.
 _FRAME = re.compile(r'  File ".*", line \d+(, in |$)')
 _FATAL = re.compile(r"F\d{4} \d\d:\d\d:\d\d")
 
@@ -75,7 +75,7 @@ class Process:
     """
     if self.code is None and self._process.poll() is not None:
       self.code = self._process.returncode
-      # Sorts a killed rank before ranks that failed because of its death.
+      # A killed rank gets an earlier time than ranks that fail because it died.
       latest = time.monotonic() - (_POLL_S if self.code < 0 else 0)
       self.ended_at = processes.time_told(self._state, "ending") or latest
       with contextlib.suppress(OSError):  # the group has no process left
@@ -111,7 +111,7 @@ class Process:
       return fatal[-1]
     tail = lines[-_TAIL_LINES:]
     frames = [at for at, line in enumerate(tail) if _FRAME.match(line)]
-    # Some libraries, such as JAX, append advice after the exception.
+    # Take the first line: some libraries (JAX) append advice to an exception.
     after = tail[1 + frames[-1] :] if frames else []
     exceptions = [line for line in after if not line.startswith(" ")]
     return (exceptions[:1] or tail[-1:] or [""])[0]
@@ -138,7 +138,7 @@ def watch(
   timeout_s: float | None,
   grace_s: float,
 ) -> int:
-  """Waits for the ranks, ends them as `launch` documents, and reports.
+  """Waits for ranks, kills them as `launch` documents, and reports failures.
 
   Also waits for the `peers`, and sends each one the result when everything else
   has ended. If one of the `others` (the coordination service) ends, that is a
@@ -151,7 +151,7 @@ def watch(
   with _Follower(ranks[0].log) as terminal:
 
     def wait(limit: float, condition: Callable[[], object] = bool) -> None:
-      """Waits for the end of all ranks, a point in time, or a condition."""
+      """Waits until no rank runs, `limit` has passed, or `condition` holds."""
       while True:
         ended.extend(p for p in watched if p not in ended and not p.running())
         failed.extend(p for p in ended if p not in failed and has_failed(p))
@@ -217,7 +217,7 @@ def watch(
 
 
 def _alone(ranks: Sequence[Process]) -> str:
-  """Returns a message for other hosts if a rank ended before joining, or ""."""
+  """Returns a message to other hosts if a rank exited before joining, or ""."""
   return next((f"says: {r.name} {r.end}" for r in ranks if r.was_alone), "")
 
 
@@ -278,7 +278,7 @@ def write(stream: TextIO | None, text: str) -> bool:
 
 
 class _Follower:
-  """Copies new bytes of a file to stdout, as `tail -f` does."""
+  """A copier of new bytes of a file to stdout, like `tail -f`."""
 
   def __init__(self, path: pathlib.Path):
     self._file = path.open("rb")

@@ -43,7 +43,7 @@ def compare(
   only: np.ndarray | None = None,
   nan_bits: bool = False,
 ) -> float:
-  """Returns the largest error in units, or raises `AssertionError`.
+  """Returns the largest error in units; raises `AssertionError` above `limit`.
 
   Args:
     what: names the array in an error message.

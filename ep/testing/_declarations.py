@@ -130,8 +130,8 @@ Order = Literal["source", "any"]
 Tail = Literal["zero", "unspecified"]
 Overflow = Literal["drop", "error", None]
 
-# By the annotation of a field: its allowed values, or its type and the name of
-# the type in an error message.
+# Map a field's annotation to the allowed values, or to the type of the values
+# and the type's name in an error message.
 _LITERALS = {
   name: get_args(kind)
   for name, kind in dict(Order=Order, Tail=Tail, Overflow=Overflow).items()

@@ -28,7 +28,7 @@ _POLL_S = 0.02
 
 
 def run(subject: Subject, task: str, seed: int) -> dict[int, Any]:
-  """Runs a task of _rank.py in every process; returns the notes by process.
+  """Runs a task of _rank.py in every process; returns the results by process.
 
   The last process of "killed_rank" writes no note.
 
@@ -67,7 +67,7 @@ def run(subject: Subject, task: str, seed: int) -> dict[int, Any]:
 
 
 def leave_note(folder: pathlib.Path, task: str, note: dict[str, Any]) -> None:
-  """Writes the note of this process atomically."""
+  """Writes the results of this process to its file, atomically."""
   path = _notes(folder, task)[jax.process_index()]
   draft = path.with_suffix(".draft")
   draft.write_text(json.dumps(note))
@@ -75,7 +75,7 @@ def leave_note(folder: pathlib.Path, task: str, note: dict[str, Any]) -> None:
 
 
 def wait_for_notes(folder: pathlib.Path, task: str, limit_s: float) -> None:
-  """Waits until all notes are written, because an exit could cause errors."""
+  """Waits for the results of all: an early exit could make others fail."""
   deadline = time.monotonic() + limit_s
   while time.monotonic() < deadline:
     if all(note.exists() for note in _notes(folder, task).values()):

@@ -27,7 +27,7 @@ from ep.testing._trial import Oracle, Trial
 
 
 class Rows(NamedTuple):
-  """The received arrays of all ranks: `[P * C, H]`, `[P * C]` and `[P * L]`.
+  """All received rows `[P * C, H]`, weights `[P * C]` and sizes `[P * L]`.
 
   `scales` is `[P * C, S]`, if scales were sent.
   """
@@ -47,7 +47,7 @@ class RoundTrip(Trial):
     def of_rank(
       *calls: Any, scales: Sequence[int] = (1,)
     ) -> list[tuple[Any, Rows]]:
-      # Every dispatch precedes the first combine.
+      # Run every dispatch before the first combine, for `interleaved`.
       received = [
         _checked(dispatch(tokens, topk_idx, weights), setting, tokens.dtype)
         for (topk_idx, _), (tokens, weights) in calls
@@ -317,7 +317,7 @@ class RoundTripOracle(Oracle):
   def _sums(
     self, fn: Callable[..., Sequence[Array]], *args: Any
   ) -> list[Expected]:
-    """Returns `fn(*args)`; error units are from `fn` of absolute values."""
+    """Returns `fn(*args)`; `fn` of absolute values gives the error units."""
     magnitudes = functools.cache(lambda: fn(*jax.tree.map(np.abs, args)))
 
     def unit(i: int) -> np.ndarray:
@@ -389,5 +389,5 @@ def _column(at: tuple[int, ...]) -> str:
 
 
 def _scaled(rows: Any, factor: Any) -> Any:
-  """Returns the rows times their factors, rounded once to their dtype."""
+  """Returns the rows times their factors, rounded once to the rows' dtype."""
   return (rows.astype(jnp.float32) * factor[..., None]).astype(rows.dtype)

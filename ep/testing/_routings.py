@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws routings: `[N, K]` arrays of each token's distinct experts, or -1."""
+"""Draws routings `[N, K]`: the distinct experts of each token, or -1."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Shape = tuple[int, int]
 def draw(
   rng: _Rng, shape: _Shape, odds: Sequence[float] | np.ndarray
 ) -> np.ndarray:
-  """Draws distinct experts with these odds, by Gumbel's top-k trick."""
+  """Draws distinct experts with the given odds, by Gumbel's top-k trick."""
   n, k = shape
   odds = np.asarray(odds, float)
   with np.errstate(divide="ignore"):
@@ -43,7 +43,7 @@ def _one_token(rng: _Rng, shape: _Shape, experts: int) -> np.ndarray:
 
 
 def _idle_rank(rng: _Rng, shape: _Shape, experts: int) -> np.ndarray:
-  """Leaves the second quarter of the tokens, all of one rank, unrouted."""
+  """Leaves the second quarter of the tokens unrouted: all tokens of a rank."""
   quarter = np.arange(shape[0])[:, None] * 4 // shape[0]
   return np.where(quarter == 1, -1, _uniform(rng, shape, experts))
 

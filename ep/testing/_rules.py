@@ -78,9 +78,9 @@ def _rule(
   starts_ranks: bool = False,
   **declared: Any,
 ) -> Callable[[_Check], _Check]:
-  """Adds a rule for a class of subjects that declare the given fields.
+  """Returns a decorator that adds a rule for the class `of`.
 
-  The value `...` stands for any value but the default.
+  The rule needs all values in `declared`; `...` is any value but the default.
   """
 
   def is_declared(subject: Subject, name: str, value: Any) -> bool:
@@ -108,7 +108,7 @@ def _rule(
 def _observed(
   subject: Transport, oracle: Any, received: Any, inputs: Any
 ) -> Any:
-  """Returns the oracle; with order="any", it has the order of received rows."""
+  """Returns the oracle, with the order of the received rows if order="any"."""
   if subject.order == "any":
     return oracle.observed(received.rows, inputs[0])
   return oracle
@@ -139,7 +139,7 @@ def sizes(bench: Bench[Any], variant: Variant) -> float:
 
 @_rule(of=Transport)
 def rows(bench: Bench[Any], variant: Variant) -> float:
-  """Each row is its token, bit for bit, in the order that is declared."""
+  """Each row equals its token bit for bit, in the declared order."""
   got, want, oracle = _receive(bench, variant)
   return compare("rows", got.rows, want.rows, only=oracle.holds_token)
 
@@ -264,7 +264,7 @@ def interleaved(bench: Bench[Any], variant: Variant) -> float:
 
 
 def _by_name(grads: Any) -> dict[str, Any]:
-  """Returns the gradients of inputs by the names of inputs in an oracle."""
+  """Returns the gradients by the names that an oracle gives to the inputs."""
   tokens, weights, *params = grads
   named = {"tokens": tokens, "weights": weights}
   for path, leaf in jax.tree.leaves_with_path(params):
@@ -340,7 +340,7 @@ def second_order(bench: Bench[Any], variant: Variant) -> float:
 
 @_rule(repeatable=True)
 def repeatable(bench: Bench[Any], variant: Variant) -> float:
-  """The same inputs give the same bits in each run, for any tolerance."""
+  """The same inputs give the same bits in each run, whatever the tolerance."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
   g = oracle.inputs(rng, "normal")[0]
@@ -372,7 +372,7 @@ def _too_small(transport: Transport, seed: int) -> list[Variant]:
 
 @_rule(_too_small, of=Transport, overflow=...)
 def overflow(bench: Bench[Transport], variant: Variant) -> float:
-  """A rank may be full; more rows are an error, or are dropped."""
+  """A rank can receive C rows; more rows are an error, or are dropped."""
   trial, oracle, rng = bench.begin(variant)
   filling = np.full_like(oracle.route[0], -1)
   filling[: trial.setting.capacity, 0] = 0
@@ -431,8 +431,8 @@ def ep_sizes(bench: Bench[Any], variant: Variant) -> float:
 
 
 SOAK_STEPS, IN_FLIGHT = 120, 4
-# Allowed growth of resources after a third of the steps. JAX may need a worker
-# thread for each step in flight.
+# Allowed growth of resources from a third of the steps until the last step. JAX
+# may need a worker thread for each step in flight.
 GROWTH = Footprint(memory=64 << 10, heap=4 << 10, descriptors=0, threads=64)
 
 

@@ -44,7 +44,7 @@ class Oracle(abc.ABC):
 
   @abc.abstractmethod
   def output(self, inputs: Any) -> Expected:
-    """Returns the tokens that the function returns."""
+    """Returns the tokens that the function under test should return."""
 
   @abc.abstractmethod
   def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
@@ -52,7 +52,7 @@ class Oracle(abc.ABC):
 
   @abc.abstractmethod
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
-    """Returns the tangent of the tokens that the function returns."""
+    """Returns the tangent that the tokens should have."""
 
   @abc.abstractmethod
   def second_pullback(
@@ -159,7 +159,7 @@ class Trial(abc.ABC):
 
 
 def _as_integers(arrays: Any) -> Any:
-  """Returns the bits of arrays as integers, which no collective changes."""
+  """Returns the bits of arrays as integers, which no collective alters."""
   return jax.tree.map(
     lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"),
     arrays,

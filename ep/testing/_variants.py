@@ -106,8 +106,8 @@ _MANY_TOKENS = Kind((257, 400), (1, 1), (3, 60), (2, 8))
 _LONG_SEGMENTS = Kind(
   (1, 1), (1, 1), (1, 8), (2, 4), "to_one_expert", (1 << 16) + 64, Transport
 )
-# From each group, the kit takes the first kind that the object under test
-# supports, or the usual one. Each kind compiles several programs, so there are
+# From each inner tuple, the kit takes the first kind that the object under test
+# supports, or USUAL. Each kind compiles several programs, so there are
 # few kinds. Some kinds are too large for the oracle of a layer, which applies
 # each expert to each token.
 _KINDS: tuple[tuple[Kind, ...], ...] = (
@@ -219,7 +219,7 @@ class Draw:
 
 
 class Bench(Generic[_Subject]):
-  """The object under test, with a `Trial` for each setting and its oracles."""
+  """The object under test, with the `Trial` and the oracles of each setting."""
 
   def __init__(self, subject: _Subject):
     self.subject = subject
@@ -227,7 +227,7 @@ class Bench(Generic[_Subject]):
     self._oracles: dict[Variant, Oracle] = {}
 
   def trial(self, setting: Setting) -> Trial:
-    """Builds the object under test for a setting, once."""
+    """Returns the object under test for a setting; builds it only once."""
     if setting not in self._trials:
       if isinstance(self.subject, Layer):
         self._trials[setting] = LayerTrial(self.subject, setting)
@@ -236,7 +236,7 @@ class Bench(Generic[_Subject]):
     return self._trials[setting]
 
   def limit(self, setting: Setting, numbers: str) -> float:
-    """Returns the largest allowed error; sums of whole numbers are exact."""
+    """Returns the largest allowed error: 0 for sums of whole numbers."""
     if numbers == "whole":
       return 0
     return self.subject.tolerance.limit(setting)

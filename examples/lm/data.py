@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws batches of a text; a batch depends only on the seed and its number.
+"""Draws each batch of a text from only the seed and the batch's number.
 
 So a resumed run reads the same batches as an uninterrupted run, and a
 checkpoint needs no position in the data.

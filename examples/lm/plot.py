@@ -47,7 +47,7 @@ def plot_run(
     more = run["loss"][j] - of_moe["loss"][i]
     _draw(axes, both, more, "training")
     axes.axhline(0, color="gray", linestyle="--")
-    # The y limits ignore the first sixth of the steps, which differs most.
+    # The y limits ignore the large differences in the first sixth of the steps.
     bound = np.abs(more[len(more) // 6 :]).max(initial=1e-3)
     axes.set_ylim(-bound, bound)
     axes.set_title("loss: dense minus MoE")
@@ -80,7 +80,7 @@ def plot_run(
 
 
 def _arrays(records):
-  """Returns an array `[N, ...]` for each field of N records; None is NaN."""
+  """Returns an array `[N, ...]` for each field of N records; NaN for None."""
   return {
     name: np.array([each[name] for each in records], float)
     for name in records[0]

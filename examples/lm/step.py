@@ -39,7 +39,7 @@ class State(NamedTuple):
 
 
 class Sums(NamedTuple):
-  """Sums over the shards of a batch; a shard adds 1 / shards of its mean."""
+  """Sums over the shards of a batch; a shard adds its mean times 1 / shards."""
 
   grads: dict  # gradients of the total loss
   loss: jax.Array  # cross-entropy in nats per byte
@@ -96,8 +96,8 @@ class Step:
   def __init__(self, config: Config, layer: Callable, mesh: Mesh):
     self._exchanges = config.shards // mesh.size
     self._batch_sharding = NamedSharding(mesh, P(RANKS))
-    # 1 / shards is an argument of the programs: XLA would fold it into other
-    # constants where no collective is between them, i.e. only on one rank.
+    # The programs get 1 / shards as an argument. XLA would merge a constant
+    # with other constants on one rank, where no collective separates them.
     self._share = np.float32(1 / config.shards)
     specs = partition_specs(config)
     sum_specs = Sums(specs.params, *[P()] * (len(Sums._fields) - 1))
@@ -179,8 +179,8 @@ def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
     loss = optax.softmax_cross_entropy_with_integer_labels(
       logits, batch[:, 1:]
     ).mean()
-    # The routers' losses are means over all ranks, equal on each rank. JAX
-    # differentiates their sum over ranks, so a rank gets its shard's gradient.
+    # A router loss is a mean over all ranks, equal on all ranks. JAX
+    # differentiates the sum over ranks, so a rank gets its shard's gradient.
     total = (
       loss
       + config.aux_loss * experts.aux_loss.sum()

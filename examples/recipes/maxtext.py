@@ -72,7 +72,7 @@ def sparse_matmul(
     (w0_kernel, w1_kernel, wo_kernel),
     (w0_bias, w1_bias, wo_bias),
   )
-  # MaxText's loss counts choices instead of fractions of choices.
+  # MaxText counts an expert's choices per token; ep divides them by top_k.
   lb_loss = top_k * ep.sequence_balancing_loss(gate_logits, topk_idx)
   load = jnp.bincount(topk_idx.ravel(), length=group.num_experts)
   no_bias = ep.moe.State(jnp.zeros(group.num_experts))

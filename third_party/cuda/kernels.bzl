@@ -35,7 +35,7 @@ _kernel_sources = rule(
             cfg = "exec",
             executable = True,
         ),
-        # Without cfg = "exec", in which newer Bazel resets :version.
+        # Not with cfg = "exec", for which newer Bazel resets the flag :version.
         "_nvrtc": attr.label(default = "//third_party/cuda:nvrtc"),
     },
 )

@@ -53,7 +53,7 @@ _ENTRY = "  {{{arch}, kImage{i}, sizeof(kImage{i})}},"
 
 
 class Nvrtc:
-  """The NVRTC library. A call that fails exits the process."""
+  """The NVRTC library. A failed call terminates the process."""
 
   def __init__(self, libraries: list[str]):
     # NVRTC opens the library of its builtins by name, so load that one first:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that the pinned NCCL has the functions that the nccl backend finds.
+"""Tests that the pinned NCCL has all functions that the nccl backend loads.
 
 Usage: symbols_test.py libraries.h FILE...
 

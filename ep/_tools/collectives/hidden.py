@@ -23,10 +23,10 @@ OPCODES = (
   "send",
 )
 
-# A collective instruction after its name; an asynchronous one counts once.
+# Shape and opcode of a collective; all-reduce-start matches, -done does not.
 _COLLECTIVE = re.compile(rf"(?:\(.*?\)|\S+) ({'|'.join(OPCODES)})(?:-start)?\(")
 
-# Backend "xla" gives its collectives the name of the op as their scope.
+# Scopes of ep's own collectives: backend "xla" names a scope after each op.
 _EXCHANGES = {
   *OPS,
   *("ep_assign", "ep_check", "ep_replicate", "ep_weighted_combine"),

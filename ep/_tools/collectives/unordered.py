@@ -27,12 +27,12 @@ import jax
 from ep._src.base.backend import OPS
 from ep._tools.collectives.hidden import as_text, op_name, OPCODES
 
-# The custom calls of ep's ops; their handlers return before they are done.
+# The custom calls of ep's ops, whose handlers return before the ops are done.
 _TARGET = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')
 
 
 def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
-  """Fails if a loop around ops of `ep` leaves collectives of XLA unordered.
+  """Fails if a loop with ops of `ep` lets XLA start collectives in any order.
 
   On CPUs, XLA runs a loop or a branch around ops of `ep` beside the rest of the
   program. If the loop has collectives of XLA, such as the all-reduce of a
@@ -90,7 +90,7 @@ class _Instruction:
 
 
 class _Program:
-  """The computations of a compiled program, in the order of their schedule."""
+  """The computations of a program, with instructions in scheduled order."""
 
   def __init__(self, hlo: str):
     bodies = dict(
@@ -110,7 +110,7 @@ class _Program:
           yield x
 
   def unordered(self) -> Iterable[tuple[_Instruction, _Instruction]]:
-    """Yields a loop and a later collective that does not need its results."""
+    """Yields (loop, later collective that does not need the loop's results)."""
     for instructions in self._computations.values():
       names = list(instructions)
       for i, loop in enumerate(instructions.values()):
@@ -125,7 +125,7 @@ class _Program:
             yield loop, x
 
   def _is_loose(self, x: _Instruction) -> bool:
-    """Returns whether `x` may start a collective after its call returns."""
+    """Returns whether `x` may start a collective after `x` has returned."""
     if x.opcode == "while":
       return self._runs(x, _is_op) and self._runs(x, _is_collective)
     return any(map(self._starts_late, x.called))
@@ -141,7 +141,7 @@ class _Program:
   def _search(
     self, x: _Instruction, is_kind: Callable[[_Instruction], bool]
   ) -> bool:
-    """Returns whether `x`, or an instruction that it calls, is of a kind."""
+    """Returns whether `is_kind` holds for `x` or a callee of `x`."""
     called = (y for c in x.called for y in self._computations[c].values())
     return is_kind(x) or any(self._runs(y, is_kind) for y in called)
 

@@ -131,8 +131,8 @@ def _slice_gb_s(name: str, devices: int) -> float:
   return 4 * links * link_gb_s / side / devices_per_chip
 
 
-# One node of each machine. Vendors state the NVLink rate of both directions
-# together, so each rate here is half of it. docs/planner.md links the sources.
+# One node of each machine. Vendors state the sum of both NVLink directions, so
+# each rate here is half the vendor's. docs/planner.md links the sources.
 NODES = types.MappingProxyType(
   {
     # NVIDIA's user guide of the DGX H100: 8 GPUs with 900 GB/s of NVLink each,

@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
   @property
   def copies(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices of copies sorted by expert; each expert's first one and count."""
+    """Copies sorted by expert, and the start and count for each expert."""
     order = self.experts.argsort(kind="stable")
     number = np.bincount(self.experts)
     return order, number.cumsum() - number, number
@@ -117,7 +117,7 @@ class Counted:
       def count(
         size: int, dest: np.ndarray, by: np.ndarray = source
       ) -> np.ndarray:
-        """Counts each of the values 0..size-1 in `dest` [n, K], by source."""
+        """Counts the values 0..size-1 in `dest`, for each value of `by`."""
         at = (by[:, None] * size + dest)[dest >= 0]
         return np.bincount(at, minlength=(by[-1] + 1) * size)
 

@@ -95,7 +95,7 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True)
 class Forecaster:
-  """Makes the forecasts of a plan. The fields are arguments of `plan`."""
+  """A maker of the forecasts of a plan. The fields are arguments of `plan`."""
 
   cfg: MoEConfig
   cluster: Cluster
@@ -164,9 +164,9 @@ class Forecaster:
     return dict(sent=sent, received=received, seconds=seconds)
 
   def _products_s(self, rows: float) -> float:
-    """Returns the experts' time, forward and backward, at the peak rate."""
+    """Returns the experts' forward and backward time at the peak rate."""
     cfg = self.cfg
-    # Operations of a row, forward and backward, for each inner dimension.
+    # Operations per row and inner dimension, forward and backward.
     flops = 6 * cfg.hidden * (3 if cfg.gated else 2)
     inner = rows * cfg.inner + self.tokens_per_rank * cfg.shared_inner
     return float(flops * inner / (self.cluster.tflops * 1e12))

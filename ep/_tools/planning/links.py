@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the rows that an exchange sends over each kind of link, and its time.
+"""Computes an exchange's time, and the rows that each kind of link transfers.
 
 "local" rows stay on their GPU, "nvlink" rows stay in their node, and "network"
 rows go to another node. Two transports differ in the path of a token:
@@ -29,8 +29,8 @@ from ep._tools.planning.demand import Demand
 
 LINKS = ("local", "nvlink", "network")
 
-# Achieved fractions of the vendors' rates, and latencies of the transports.
-# tests/planning/published_test.py fits them to published figures.
+# Fractions of the vendors' rates that exchanges achieve, and the latencies of
+# transports, which tests/planning/published_test.py fits to published figures.
 NVLINK_FRACTION, NETWORK_FRACTION = 0.8, 0.875
 LATENCIES_US = {"hierarchical": 73.0, "direct": 17.0}
 
@@ -83,7 +83,7 @@ TRANSPORTS = {"hierarchical": hierarchical, "direct": direct}
 
 
 def seconds(traffic: np.ndarray, cluster: Cluster, latency_us: float) -> float:
-  """Returns the time of an exchange, whose traffic is in bytes."""
+  """Returns the seconds of an exchange, from its traffic in bytes."""
   _, nvlink, network = traffic.max(axis=(0, 2)) / 1e9
   slowest = max(
     nvlink / (cluster.nvlink_gb_s * NVLINK_FRACTION),

@@ -23,9 +23,9 @@ from ep._src.moe.placement import Placement
 from ep._tools.planning.cluster import Cluster
 
 _Array = np.ndarray
-# The powers p of the p-norm of block loads, a smooth maximum, that swaps
-# minimize. The first p weighs all overloaded blocks, the second p weighs small
-# gains of the busiest block.
+# Swaps minimize the p-norm of the block loads, a smooth maximum: first with a
+# small p, which weighs all overloaded blocks, then with a large p, which weighs
+# small gains of the busiest block.
 _POWERS = (24, 384)
 _TOLERANCE = 2e-3  # a smaller gain, relative to the mean, is not worth a swap
 _SEED = 0
@@ -120,7 +120,7 @@ def _linear(
   ep_size: int | None = None,
   replicas: int = 0,
 ) -> Placement:
-  """Returns as many copies of each expert as `place`, in order of experts."""
+  """Returns copies in the order of the experts, as many as `place` makes."""
   del cluster, ep_size
   number = _numbers(np.atleast_2d(loads), replicas)
   return Placement(np.arange(number.size).repeat(number))
@@ -162,7 +162,7 @@ def checked_slots(
   shape: tuple[int, ...],
   num_experts: int,
 ) -> np.ndarray:
-  """Returns the experts of a placement, or raises if they do not fit."""
+  """Returns the experts of a placement; raises if the placement is invalid."""
   if not isinstance(placement, Placement):
     raise arguments.wrong_type(what, name, placement, "an ep.Placement")
   # `Placement` checks only NumPy arrays; this placement may have a JAX array.
@@ -190,7 +190,7 @@ def domain(
   replicas: int,
   ep_size: int | None,
 ) -> tuple[int, int]:
-  """Returns P and the number of nodes of an EP domain, or raises."""
+  """Returns P and the number of nodes of an EP domain; raises if P is bad."""
   R, G = cluster.num_ranks, cluster.gpus_per_node
   V = num_experts + arguments.integer(what, "replicas", replicas)
   if ep_size is None:
@@ -237,7 +237,7 @@ def _placed(
   old: _Array | None,
   move_cost: float,
 ) -> _Array:
-  """Returns the experts [V] of one layer's slots."""
+  """Finds a placement of one layer; returns the expert of each slot, [V]."""
   number = _numbers(loads, replicas)
   numbers = [number]
   if old is not None and (np.bincount(old) != number).any():
@@ -423,7 +423,7 @@ def _from_old(
 
 
 def _settled(experts: _Array, old: _Array, num_ranks: int) -> _Array:
-  """Reorders the slots of each rank so that kept experts keep their slots."""
+  """Reorders each rank's slots: experts that stay on a rank keep their slot."""
   slot = np.arange(old.size)
   first = slot * num_ranks // old.size * (old.max() + 1)  # first key of a rank
   stays, at = _common(first + experts, first + old)

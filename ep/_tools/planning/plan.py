@@ -53,7 +53,7 @@ class Plan:
 
   def __repr__(self) -> str:
     def most(forecast: Forecast, link: str) -> str:
-      """Returns the most GB that a rank sends or receives in all ops."""
+      """Returns the GB that the busiest rank sends or receives in all ops."""
       ways = (forecast.sent, forecast.received)
       sums: list[Any] = [sum(x[link] for x in way.values()) for way in ways]
       return f"{np.max(sums) / 1e9:.2f}"

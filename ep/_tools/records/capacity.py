@@ -25,7 +25,7 @@ _FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CapacitySuggestion:
-  """Capacities and their drops, by `suggest_capacity`. Prints as a table.
+  """Capacities and their drops; a result of `suggest_capacity`. Prints a table.
 
   All arrays are numpy's. A step is one routing.
 
@@ -196,7 +196,7 @@ def suggest_capacity(
   def is_enough(blocks: int) -> bool:
     return bool(dropped(blocks * unit).sum() <= limit * total)
 
-  # A larger capacity never drops more, so bisection finds the smallest one.
+  # A larger capacity never drops more, so bisection finds the smallest enough.
   most = max(int(demand.max()), least)
   blocks = range(least // unit, most // unit)
   found = unit * (blocks.start + bisect.bisect(blocks, False, key=is_enough))

@@ -65,7 +65,7 @@ class RoutingSummary:
 
   @property
   def imbalance(self) -> np.ndarray:
-    """Tokens of a rank's busiest expert over the rank's mean: float64 [N].
+    """For each rank, max / mean of the tokens of its experts: float64 [N].
 
     The ratio is 1 if the experts have equal loads or no tokens, and at most L.
     """
@@ -73,7 +73,7 @@ class RoutingSummary:
 
   @property
   def rank_imbalance(self) -> float | None:
-    """Rows wanted by the busiest rank over the mean of its EP domain.
+    """Rows that the busiest rank wants, divided by the mean of its EP domain.
 
     The largest ratio of all domains: 1 if the loads of all ranks are equal, at
     most P. None if other processes own some of the ranks.
@@ -185,7 +185,7 @@ def describe(handle: EpHandle) -> RoutingSummary:
 
 
 def _buffers(layer: EpLayerConfig) -> str:
-  """Describes the buffers that NCCL EP keeps; see GroupBytes in limits.cc."""
+  """Describes the group buffers of NCCL EP; see GroupBytes in limits.cc."""
   group = layer.group
   tokens, width = group.max_tokens_per_rank, group.hidden_dim
   assert tokens is not None and width is not None  # "nccl" needs both

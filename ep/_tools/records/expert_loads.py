@@ -65,9 +65,9 @@ def choices(
 
 
 def received(choices: np.ndarray, ep_size: int) -> np.ndarray:
-  """Returns the tokens [R, L] of each rank's experts, for `choices` [R, E].
+  """Returns how many tokens each expert of a rank receives, int [R, L].
 
-  An EP domain is `ep_size` consecutive ranks.
+  `choices` is [R, E]. An EP domain is `ep_size` consecutive ranks.
   """
   num_ranks, num_experts = choices.shape
   domains: np.ndarray = choices.reshape(-1, ep_size, num_experts).sum(axis=1)

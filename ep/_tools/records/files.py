@@ -37,7 +37,7 @@ import numpy as np
 from ep._src.base import arguments
 
 FORMAT = "ep.record 1"
-# The dtypes of columns with a number for each call, and of shared numbers.
+# Dtypes: a column of COLUMNS has a number per call, each of SIZES one number.
 COLUMNS: dict[str, Any] = dict(
   rank=np.int32, step=np.int64, call=np.int32, run=np.int64
 )
@@ -139,7 +139,7 @@ def _columns(calls: list[Call]) -> dict[str, np.ndarray]:
 
 
 def read_calls(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-  """Returns the columns of a file without ids and weights, by layer.
+  """Returns the columns of a file by layer, except expert ids and weights.
 
   Raises:
     ValueError: the file is truncated, damaged, or not a file of a record.
@@ -160,7 +160,7 @@ def read_calls(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _are_sound(columns: dict[str, np.ndarray]) -> bool:
-  """Returns whether all columns exist, have one length, and are in range."""
+  """Returns whether all columns exist with equal lengths and valid numbers."""
   site = columns.get("site", np.array(0))
   types: dict[str, Any] = {
     **{name: (dtype, site.shape) for name, dtype in COLUMNS.items()},
@@ -209,7 +209,7 @@ def read_tokens(path: pathlib.Path, layer: str, name: str) -> np.ndarray:
 def _read(
   path: pathlib.Path, is_wanted: Callable[[str], bool]
 ) -> list[tuple[str, np.ndarray]]:
-  """Returns the wanted arrays of a file, with their names."""
+  """Returns (name, array) for each array whose name `is_wanted` accepts."""
   try:
     with np.load(path) as file:
       if str(file["format"]) == FORMAT:

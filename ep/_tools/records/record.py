@@ -88,7 +88,7 @@ def record(
     with trace_callback(recorder):
       yield
     for array in jax.live_arrays():
-      # A failed program raises its error where its results are used.
+      # Not an error here: a failed program raises where its results are used.
       with contextlib.suppress(*EpError):
         array.block_until_ready()
   finally:
@@ -97,7 +97,7 @@ def record(
 
 
 class _Recorder:
-  """A recorder of the calls of `ep_prepare`, whose thread writes them to files.
+  """A recorder of calls of `ep_prepare`, with a thread that writes the files.
 
   `record_p` is used instead of `jax.debug.callback`, which costs four times as
   much, does not order the examples of a `vmap`, and does not distinguish two
@@ -140,7 +140,7 @@ class _Recorder:
     self._closed = threading.Event()
     self._failure: Exception | None = None
     # The lock guards `_calls`, which the thread writes next; `_numbers`, calls
-    # by layer and rank; and `_runs`, runs by site and position in the mesh.
+    # counted by layer and rank; and `_runs`, counted by site and mesh position.
     self._lock = threading.Lock()
     self._calls: list[files.Call] = []
     self._numbers: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -159,7 +159,7 @@ class _Recorder:
     topk_weights: jax.Array | None,
     leaves: Any,
   ) -> Any:
-    """Makes the leaves of a handle depend on the recording, at trace time.
+    """At trace time, makes the leaves of a handle depend on the recording.
 
     A program that uses one of the returned leaves records the ids, and the
     weights if the user wants them. The weights have no derivative.
@@ -180,7 +180,7 @@ class _Recorder:
     if self._weights and topk_weights is not None:
       operands.append(topk_weights.astype(jnp.float32))
     (zero,) = record_p.bind(*operands, recorder=self, layer=layer)
-    # Ops that use these leaves run after the recording.
+    # Adding zero makes ops that use these leaves run after the recording.
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), leaves)
 
   def add(
@@ -283,6 +283,6 @@ def _lower(
   return compat.lower_to_python(ctx, add, *operands)
 
 
-# Not cacheable: the lowering has the op's position in its program.
+# Not cacheable: each lowering contains the position of its op in the program.
 record_p = primitive.new("ep_record", _types, _lower, cacheable=False)
 compat.run_once_in_remat(record_p)

@@ -223,7 +223,7 @@ class _Calls:
       np.concatenate([table[name] for table in tables])
       for name in ("file", "row", *files.COLUMNS, "site")
     )
-    # A pair of site and run has the same number on all ranks, from rank 0.
+    # On every rank, a (site, run) pair has the call number that rank 0 gave it.
     _, site = np.unique(site, return_inverse=True)
     _, key = np.unique([site, run], axis=1, return_inverse=True)
     key = key.reshape(-1)  # NumPy 2.0 returns another shape

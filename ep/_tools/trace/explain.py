@@ -20,15 +20,15 @@ import numpy as np
 from ep._src.base import arguments
 from ep._tools.trace import trace
 
-# A rank is late at an op if its lateness is at least each of _OF_STEP of the
-# step's time, _LATE_S seconds (on a busy machine another thread may run for 3
-# ms), and _OF_LAST of the last rank's lateness. A rank is blamed if it is late
-# in at least _SHARE of the steps.
+# A rank is late at an op if its lateness is at least _OF_STEP times the step's
+# time, _LATE_S seconds (on a busy machine another thread may run for 3 ms), and
+# _OF_LAST times the last rank's lateness. A rank is blamed if it is late in at
+# least _SHARE of the steps.
 _OF_STEP, _LATE_S, _OF_LAST, _SHARE = 0.1, 5e-3, 0.75, 0.5
 # A rank's rows may cause lateness if they are this many times the mean rows.
 _MORE_ROWS = 1.2
-# The significance level of each of the two tests: the largest chance to blame
-# a rank in a trace where all ranks are equally often late and last.
+# The significance level of two tests, of how often a rank is late and how often
+# it is last: the largest chance to blame a rank although all ranks are alike.
 _CHANCE = 0.05
 
 _Step = list[dict[str, Any]]  # exchanges of a step
@@ -121,7 +121,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """The time of a step, and its causes. Times are medians over steps.
+  """An explanation of the time of a step. Times are medians over steps.
 
   Attributes:
     num_steps: number of steps, without the first step of each program. With
@@ -228,7 +228,7 @@ def explain_exchanges(
 
 
 def _first_failure(merged: dict[str, Any]) -> Failure:
-  """Returns the failure that caused the others; see `explain`."""
+  """Returns the failure that caused the other failures; see `explain`."""
 
   def killed(failure: dict[str, Any]) -> list[int]:
     first = failure["domain"] * merged["ep_size"]
@@ -260,7 +260,7 @@ class _Op(NamedTuple):
 
 
 def _ops(start: np.ndarray, step: _Step) -> Iterator[_Op]:
-  """Yields the ops of a step, which the ranks began at the times `start`."""
+  """Yields the ops of a step; `start` has each rank's start of the step."""
   ends, prepared = start, {}
   for e in step:
     if e["op"] == "ep_prepare":
@@ -290,7 +290,7 @@ def _blames(
   step_s: float,
   num_places: int,
 ) -> Iterator[Blame]:
-  """Yields the ranks to blame at one op; `seen` has its data for each step."""
+  """Yields the ranks to blame at an op; `seen` has the op's times by step."""
   late = np.array([o.late_s for o in seen])  # [step, rank]
   least = np.maximum(_OF_LAST * late.max(1), max(_OF_STEP * step_s, _LATE_S))
   is_late = late >= least[:, np.newaxis]
@@ -342,7 +342,7 @@ def _at_least(count: int, trials: int, p: float) -> float:
   """Returns the binomial chance of at least `count` successes; 0 < p < 1."""
 
   def log_chance(n: int) -> float:
-    # The binomial coefficient could overflow a float.
+    # Use logarithms, because a binomial coefficient could overflow a float.
     ways = math.lgamma(trials + 1) - math.lgamma(n + 1)
     ways -= math.lgamma(trials - n + 1)
     return ways + n * math.log(p) + (trials - n) * math.log(1 - p)
@@ -351,7 +351,7 @@ def _at_least(count: int, trials: int, p: float) -> float:
 
 
 def _with_equal_rows(took: np.ndarray, rows: np.ndarray) -> np.ndarray:
-  """Estimates the times of the ranks if each had the mean rows.
+  """Estimates the ranks' times if each rank had the mean number of rows.
 
   A linear fit over the ranks gives the time of a row. The time of a rank with
   more rows than the mean falls at most in proportion to its rows.
@@ -364,7 +364,7 @@ def _with_equal_rows(took: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _steps(exchanges: _Step) -> list[tuple[np.ndarray, _Step]]:
-  """Returns start times and exchanges of all steps but the first of a program.
+  """Returns start times and exchanges of steps, without a program's first step.
 
   The start of a step is the end of its domain's previous step, on each rank.
   """

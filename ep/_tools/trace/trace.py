@@ -107,7 +107,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _do_on_all(group: EpGroup, what: Callable[[], None]) -> None:
-  """Calls a function on each process; if one fails, all raise."""
+  """Calls a function on each process; if one process fails, all raise."""
 
   def propose() -> Any:
     what()
@@ -170,7 +170,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def damaged(path: str | os.PathLike[str], error: Exception) -> ValueError:
-  """Returns the `ValueError` for a damaged file, from the error it caused."""
+  """Converts an error that a damaged file caused to a `ValueError`."""
   return ValueError(
     f"ep.explain: {path} is not a file of ep.trace, or is damaged: {error!r}"
   )
@@ -182,7 +182,7 @@ def _process_files(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
 
 
 def merge_files(path: pathlib.Path) -> None:
-  """Writes a trace from the files of all processes, if there are any.
+  """Writes a trace from the files of all processes, if such files exist.
 
   An incomplete file is merged only if another file has a failure.
 
