@@ -18,8 +18,8 @@
 
 namespace ep {
 
-// The ranks of a program's EP domains, domain by domain, `size` ranks each. A
-// rank is given as its position in the program's mesh, as XLA numbers ranks.
+// The ranks of a program's EP domains, domain by domain, `size` ranks each. As
+// in XLA, a rank's number is its position in the program's mesh.
 struct Domains {
   std::vector<int64_t> places;
   int64_t size = 0;

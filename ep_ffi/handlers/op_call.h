@@ -105,8 +105,8 @@ Status DecodeRows(const char* name, const ffi::AnyBuffer& buffer,
 //   bool kept [T, K]
 //   the routing, Group::MemBytes, at a multiple of 256 bytes
 //
-// ep_prepare has one result because XLA:GPU loses the overlap of a call with
-// several results. NativeConnection of Python reads the buffer too.
+// ep_prepare has one result because XLA:GPU does not overlap a call with
+// several results. NativeConnection in Python also reads the buffer.
 struct MemParts {
   int64_t num_local;  // L
   int64_t kept;       // offsets
