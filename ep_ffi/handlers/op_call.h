@@ -40,7 +40,7 @@ namespace ep {
 
 namespace ffi = ::xla::ffi;
 
-// The state of an op, which lives in the executable and keeps the group alive.
+// The state of an op, owned by the executable. Keeps the group alive.
 struct OpState {
   static ffi::TypeId id;  // XLA writes it when the type is registered
   // Defined in instantiate.cc, where OpState is complete. With the incomplete

@@ -449,7 +449,7 @@ TEST(SharedWorkTest, DoesNotWaitForTasksThatHaveNotStarted) {
   }
   EXPECT_EQ(std::vector<int>(10, 1), runs);
   EXPECT_EQ(3u, pool.tasks.size());
-  // The late tasks find no item, and use no data of the RunShared call.
+  // After RunShared, these tasks find no item and use no data of the call.
   for (const auto& task : pool.tasks) task();
   EXPECT_EQ(std::vector<int>(10, 1), runs);
 }

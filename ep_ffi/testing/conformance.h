@@ -66,7 +66,7 @@ struct Backend {
   // while an op waits for its peers. (OrderConformance)
   bool any_order = true;
   // Exchanges a description of every op between ranks. So each rank learns the
-  // error of another rank, and no input makes an op unsafe. (CheckConformance)
+  // errors of other ranks, and invalid inputs do no harm. (CheckConformance)
   bool checks_every_op = true;
 
   // Promises that have no suite. Other tests read them.

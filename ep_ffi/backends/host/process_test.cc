@@ -169,8 +169,8 @@ TEST_P(DeathTest, ARankMayDieAtAnyMoment) {
   }
 }
 
-// Two ops are independent. A rank that learns of a death while it posts to, or
-// waits in, the first op does not post to the second op.
+// Two ops are independent. If a rank learns of a death while it posts to the
+// first op or waits in it, the rank does not post to the second op.
 TEST_P(DeathTest, ARankMayDieAfterPostingALaterOp) {
   const int32_t dead = 2, giving_up = 3;
   for (bool late : {false, true}) {

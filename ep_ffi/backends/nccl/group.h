@@ -118,8 +118,8 @@ class NcclGroup : public Group {
   Status CheckLent(const Call& call) const EP_REQUIRES(mutex_);
   Status EnqueuePrepare(const Call& call, const PrepareArgs& args)
       EP_REQUIRES(mutex_);
-  // Enqueues `move`, which gets NCCL EP's part of `mem`, and the kernels that
-  // complete the output rows. `moved` has the weights of these rows.
+  // Enqueues `move` on NCCL EP's part of `mem`, then the kernels that complete
+  // the output rows. `moved` has the weights of the output rows.
   Status EnqueueMove(const Call& call, const Mem& mem, int64_t num_tokens,
                      const Rows& rows, Moved moved,
                      const std::function<Status(const Mem&)>& move)

@@ -189,7 +189,7 @@ __device__ void WriteSlab(const Routing& r, int32_t j, bool failed) {
   r.stamp_counts[r.num_local + j] = r.dropped_counts[j];
 }
 
-// Returns whether a choice of a routing without faults has a slot.
+// Returns whether a choice has a slot. The routing must have no fault.
 __device__ bool HasSlot(const Routing& r, int32_t choice) {
   const int64_t id = IdAt(r, choice);
   if (id == -1) return false;

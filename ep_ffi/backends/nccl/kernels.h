@@ -50,7 +50,9 @@ struct Report {
 // numbers 1, 2, ... in the order in which the host enqueues them.
 struct Progress {
   uint64_t begun;  // the last op that has begun
-  uint64_t ended;  // the last op whose all-gather or NCCL EP kernel has ended
+  // The last op in which all ranks have met: a prepare after its all-gather,
+  // any other op after NCCL EP's kernel.
+  uint64_t ended;
 };
 
 // Host memory to which the device writes the trace of an op.

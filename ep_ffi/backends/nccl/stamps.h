@@ -31,7 +31,7 @@ class Stamps {
   Stamps(std::shared_ptr<Device> device, const Sizes& sizes, int32_t rank)
       : device_(std::move(device)), sizes_(sizes), rank_(rank) {}
 
-  // Opens the file. Allocates the ring for the first trace.
+  // Opens the trace file. The first call allocates the ring.
   Status Start(const std::string& path);
 
   // Assigns a stamp in the ring to the next op, if the trace is on.
@@ -47,7 +47,7 @@ class Stamps {
   Status Stop();
 
  private:
-  // Number of stamps: more ops than a stream queues before the host must wait.
+  // Number of stamps. A stream queues fewer ops before the host must wait.
   static constexpr uint64_t kRing = 4096;
 
   struct Enqueued {

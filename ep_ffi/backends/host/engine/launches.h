@@ -67,8 +67,8 @@ class Launches {
   }
 
   // Processes are never this many launches apart: JAX itself hangs with about
-  // 50 launches in flight. In one of two million pairs of programs, the
-  // fingerprints are nearer than this bound.
+  // 50 launches in flight. Only one pair of programs in two million has
+  // fingerprints nearer than this bound.
   static constexpr int64_t kNear = 1 << 10;
   static bool AreNear(int64_t a, int64_t b) {
     const int64_t distance = Difference(a, b);

@@ -25,7 +25,7 @@
 namespace ep::host {
 namespace {
 
-// Sums `kLanes` columns from `begin` on.
+// Sums the terms in the `kLanes` columns from `begin` on.
 template <int kLanes, typename T>
 EP_ALWAYS_INLINE void SumLanes(const Term* terms, size_t num_terms,
                                int64_t begin, T* out) {

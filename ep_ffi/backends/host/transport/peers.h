@@ -84,7 +84,7 @@ class Peers {
             std::shared_ptr<const Fd> fd = nullptr);
   void Progress();
   void Receive(Link& link);
-  // Handles a message. `received` is the error if the message lost its fd.
+  // Handles a message. `received` is an error if the descriptor was lost.
   void Handle(Link& link, const Message& message, const std::string& text,
               const Fd& fd, const Status& received);
   // Stops receiving from a peer that has left.
