@@ -44,8 +44,8 @@ void condition_variable::wait(unique_lock<mutex>& lock) {
 #endif
 
 #if _GLIBCXX_RELEASE >= 13
-// New in GLIBCXX_3.4.32, where it initializes the standard streams. <iostream>
-// calls it. Older versions need an ios_base::Init object.
+// New in GLIBCXX_3.4.32, where <iostream> calls it to initialize the standard
+// streams. Older versions need an ios_base::Init object.
 void ios_base_library_init() {}
 static ios_base::Init streams;
 #endif

@@ -79,8 +79,8 @@ struct Site {
   std::string program;  // name of the lowered module, unique in the group
   int64_t position;     // index of the op in that module
   int64_t clone;        // index of this copy if XLA duplicated the op
-  // A hash of program, position and clone. The id is equal on every rank. It
-  // differs between any two ops, even in two executables of one module.
+  // A hash of program, position and clone. The id is equal on every rank, and
+  // unique among all ops, even in two executables of one module.
   uint64_t id;
 };
 
@@ -159,8 +159,8 @@ struct GatherArgs {
   ConstRows slots;            // [C, H]
   const float* slot_weights;  // [C], or null
   Rows tokens;                // [T, H]
-  // [T, K], output: the weight of each choice (backward of dispatch). If null,
-  // the rows are multiplied by slot_weights, unless these are null (combine).
+  // [T, K], output: the weight of each choice (backward of dispatch). Null in
+  // combine, which multiplies the rows by slot_weights, if any.
   float* topk_weights;
 };
 
@@ -187,8 +187,8 @@ class Group {
   virtual Status MemBytes(const Layer& layer, int64_t num_tokens,
                           int64_t* out) const = 0;
 
-  // Gives the rank on a device the communicator that XLA made for the EP
-  // domain. Called before the first op; collective over the domain.
+  // Passes XLA's communicator of the EP domain to the rank on a device. Called
+  // before the first op; collective over the domain.
   virtual Status Connect(int32_t, void*) {
     return Status(Code::kInternal, "this backend takes no communicators");
   }
@@ -209,9 +209,9 @@ class Group {
   virtual void Scatter(Call call, const ScatterArgs& args) = 0;
   virtual void Gather(Call call, const GatherArgs& args) = 0;
 
-  // Fails a run in this process: its pending and later calls fail with
-  // `status`. If a program uses several groups, a failure in one group ends the
-  // program on the group's ranks, so peers in other groups must stop waiting.
+  // Fails pending and later calls of a run in this process with `status`. If a
+  // program uses several groups, a failure in one group stops the program on
+  // the group's ranks, so peers in other groups must stop waiting.
   virtual void FailRun(int64_t run_id, const Status& status) = 0;
 
   // Waits for the ops on all streams. Returns the first device fault that no op

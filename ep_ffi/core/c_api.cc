@@ -96,8 +96,8 @@ EP_EXPORT int32_t ep_group_close(const char* name, char* error,
   });
 }
 
-// Releases a group. Executables that are bound to the group keep it open; the
-// last one closes it. No effect if no group has this name.
+// Releases a group, which closes when the last executable that is bound to it
+// is destroyed. No effect if no group has this name.
 EP_EXPORT int32_t ep_group_release(const char* name, char* error,
                                    int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {

@@ -32,7 +32,7 @@ class ScopedFlushDenormals {
     _mm_setcsr(static_cast<unsigned int>(value));
   }
 #elif defined(__aarch64__)
-  // The FZ bit of FPCR flushes inputs and results.
+  // The FZ bit of FPCR flushes denormal inputs and results.
   static constexpr uint64_t kFlush = 1 << 24;
   static uint64_t Get() {
     uint64_t value;

@@ -24,7 +24,7 @@ namespace ep {
 // another version.
 inline constexpr int32_t kInterfaceVersion = 2;
 
-// Runs `body`, writes its message to `error`, and returns its status code.
+// Runs `body`, which returns a Status. Writes its message and returns its code.
 template <typename Body>
 int32_t Export(char* error, int64_t error_bytes, Body body) {
   Status status;

@@ -27,8 +27,8 @@ inline Status RepeatedId(int64_t token, int64_t k, int64_t id) {
                        "-1 for an unused choice)"));
 }
 
-// Returns the error for a rank whose position in the program's mesh (`program`)
-// differs from its position in the group's mesh (`group`): domain * P + rank.
+// Returns the error for a rank whose position (domain * P + rank) is `program`
+// in the program's mesh, but `group` in the group's mesh.
 inline Status OtherPlace(int64_t program, int64_t group, int64_t ep_size) {
   return Status(
       Code::kFailedPrecondition,

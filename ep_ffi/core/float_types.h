@@ -18,7 +18,7 @@
 
 namespace ep {
 
-// Returns the exponent's mask. Its bits are all 1 in infinities and NaNs.
+// Returns a mask of the exponent, whose bits are all 1 in infinities and NaNs.
 inline uint32_t ExponentBits(DType dtype) {
   return dtype == DType::kFloat32    ? 0x7f800000
          : dtype == DType::kBFloat16 ? 0x7f80

@@ -67,8 +67,8 @@ class EP_SCOPED_CAPABILITY MutexLock {
   Mutex& mutex_;
 };
 
-// A condition variable. The caller of a wait holds the mutex; the wait releases
-// it while it blocks. A wait may end without a notification.
+// A condition variable. The caller of a wait holds the mutex. The wait releases
+// the mutex while it blocks, and may return without a notification.
 class CondVar {
  public:
   CondVar() = default;

@@ -29,8 +29,8 @@ struct Pages {
   int64_t bytes = 0;
 };
 
-// Returns whether the kernel has taken the pages and will zero them. MADV_FREE
-// refuses pages of files and shared pages.
+// Returns pages to the kernel, which will zero them. Returns false if MADV_FREE
+// refuses: for pages of files and for shared pages.
 bool ReturnToKernel(const Pages& pages) {
   return madvise(pages.data, pages.bytes, MADV_FREE) == 0 &&
          madvise(pages.data, pages.bytes, MADV_DONTNEED) == 0;
@@ -40,7 +40,7 @@ bool ReturnToKernel(const Pages& pages) {
 
 void PreferHugePages(std::byte* data, int64_t bytes) {
   const Pages pages(data, bytes, kHugePage);
-  // Without huge pages in the kernel, the call fails and changes nothing.
+  // In a kernel without huge pages, the call fails and changes nothing.
   if (pages.bytes > 0) (void)madvise(pages.data, pages.bytes, MADV_HUGEPAGE);
 }
 

@@ -30,7 +30,7 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
 }
 
 // Hashes the sizes that a reader of a plan relies on. Leaves out the overflow
-// policy: a layer that fails may use a plan of a layer that drops.
+// policy: a layer that fails may use a plan of a layer that drops choices.
 uint64_t HashDims(const PlanDims& d) {
   return Hash({d.num_experts, d.ep_size, d.num_tokens, d.top_k, d.capacity,
                d.alignment});
@@ -130,7 +130,7 @@ Status ValidateDims(const PlanDims& d) {
                          " must be positive, and num_experts a multiple of "
                          "ep_size"));
   }
-  // No rank can need more than P T K + L alignment slots.
+  // No rank can need more than P * T * K + L * alignment slots.
   constexpr double kMax = std::numeric_limits<int32_t>::max();
   if (static_cast<double>(d.ep_size) * d.num_tokens * d.top_k +
               static_cast<double>(d.num_local_experts()) * d.alignment >

@@ -89,7 +89,7 @@ struct PlanOutputs {
 // Writes the plan of `rank` from the choices of all ranks. Fails if a rank
 // needs more than its capacity and `dims.drop` is false. Every rank sees all
 // counts, so all ranks fail with the same message. The fingerprint hashes
-// `domain`, so that it differs between domains even if the choices are equal.
+// `domain`, so that two domains with equal choices have different fingerprints.
 Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
                  const std::vector<ChoicesView>& choices,
                  const PlanOutputs& out);

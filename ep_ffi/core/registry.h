@@ -47,8 +47,8 @@ class Registry {
   // the group alive.
   std::shared_ptr<Group> Remove(const std::string& name);
 
-  // Removes a group that its user dropped without closing it. The group closes
-  // when the last bound executable is destroyed.
+  // Removes a group that the user dropped without closing the group. The group
+  // closes when the last bound executable is destroyed.
   void Release(const std::string& name);
   void CloseReleased();
 

@@ -42,12 +42,11 @@ struct TracedRows {
   std::vector<int32_t> tokens;  // in ep_prepare, by local expert
 };
 
-// A recorded exchange. Times are seconds of this process's or GPU's clock.
-// Vectors are indexed by rank.
+// A recorded exchange. Times are in seconds, on the clock of this process or of
+// the GPU. Vectors are indexed by rank.
 struct TracedExchange {
   TracedOp op;
-  std::vector<double> came;     // arrival times; upper bounds for ranks of
-                                // other processes
+  std::vector<double> came;     // arrival times; remote ranks: upper bounds
   std::optional<double> began;  // when the last rank arrived; none if unknown
   double ended = 0;
   std::vector<TracedRows> moved;

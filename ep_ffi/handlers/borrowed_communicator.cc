@@ -11,12 +11,12 @@ namespace {
 constexpr int64_t kCollectives = 129;
 constexpr int32_t kMajorVersion = 0;
 constexpr int32_t kFlattenedId = 3;
-// XLA's id of the communicator of collectives that share a stream with our ops.
+// XLA's communication id for collectives that share a stream with our ops.
 constexpr int64_t kCommunicationId = 0;
 
 constexpr int64_t kMostRanks = int64_t{1} << 31;
 
-// The offset of FindExtension, which follows the last function of our headers.
+// The offset of FindExtension: right after the last function in our headers.
 constexpr size_t kFindExtensionAt =
     offsetof(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get) + sizeof(void*);
 static_assert(kFindExtensionAt == sizeof(XLA_FFI_Api),
@@ -41,7 +41,7 @@ Status ToStatus(const XLA_FFI_Api* api, XLA_FFI_Error* error,
   return status;
 }
 
-// Finds the collectives extension and checks its version. Null: no extension.
+// Finds the collectives extension, or null, and checks its version.
 Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   *out = nullptr;
   if (xla.api->struct_size < kFindExtensionAt + sizeof(void*)) return Status();

@@ -18,15 +18,15 @@
 
 namespace ep {
 
-// The ranks of a program's EP domains, domain by domain, `size` ranks each. A
-// rank is given as its position in the program's mesh, as XLA numbers ranks.
+// The ranks of a program's EP domains, domain by domain, `size` ranks each. As
+// in XLA, a rank's number is its position in the program's mesh.
 struct Domains {
   std::vector<int64_t> places;
   int64_t size = 0;
 };
 
 // Finds the domains along an axis of a mesh, from the attributes of an op. A
-// mesh without axes has no domains, because the group owns its communicators.
+// mesh without axes means no domains: the group then owns its communicators.
 Status DecodeDomains(xla::ffi::Span<const int64_t> mesh_shape, int64_t axis,
                      Domains* out);
 
@@ -40,7 +40,7 @@ struct XlaContext {
 // if XLA provides no communicators.
 Status RequestCommunicators(const XlaContext& xla, const Domains& domains);
 
-// Finds the requested communicator of the calling rank, which XLA owns. Sets
+// Finds the communicator, owned by XLA, that the calling rank requested. Sets
 // `out` to null if XLA provides none, or if there are no domains.
 Status FindCommunicator(const XlaContext& xla, const Domains& domains,
                         void** out);

@@ -29,7 +29,7 @@ ffi::Error Unwritten(ffi::Result<ffi::AnyBuffer>) {
   return ffi::Error::Success();
 }
 
-// Copies the first `count` rows into a buffer of another dtype of equal width.
+// Copies the first `count` rows into a buffer of a dtype of the same size.
 ffi::Error Retyped(ffi::AnyBuffer rows, ffi::BufferR0<ffi::DataType::S32> count,
                    ffi::Result<ffi::AnyBuffer> out) {
   const auto shape = rows.dimensions();

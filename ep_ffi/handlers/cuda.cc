@@ -41,7 +41,7 @@ Status RequestForDomains(const XlaContext& xla,
   return RequestCommunicators(xla, domains);
 }
 
-// Reads the attributes about domains, and ignores all others of the op.
+// Reads the op's attributes about domains, and ignores its other attributes.
 ffi::Error Request(XlaContext xla, ffi::Dictionary attributes) {
   return ToError(RequestForDomains(xla, attributes));
 }

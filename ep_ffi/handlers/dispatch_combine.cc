@@ -12,8 +12,8 @@
 //   ep_dispatch_bwd: (mem, slots [C, H], slot_weights [C]) ->
 //                    tokens [T, H], topk_weights [T, K]
 //
-// ep_dispatch_bwd may also have one result of one axis: the bytes of tokens,
-// then of topk_weights, in elements of the dtype of the tokens.
+// ep_dispatch_bwd may also have a single result with one axis, of the dtype of
+// the tokens: the bytes of the tokens, then the bytes of topk_weights.
 
 #include <algorithm>
 #include <optional>
@@ -81,7 +81,7 @@ Status CheckSlots(const Layer& layer, const Slots& slots,
   return fits ? Status() : Mismatch("slots");
 }
 
-// Scatters token rows to slots. Either both weights are null or none.
+// Scatters token rows to slots. Either both weights are null, or neither is.
 ffi::Future Scatter(Op op, const OpCall& context, const Buffer& mem,
                     const Buffer& tokens, const Buffer* topk_weights,
                     const Buffer& slots, const Buffer* slot_weights) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The handler of ep_grouped_matmul, a primitive without a group, of
-// ep/_src/matmul/grouped_matmul.py. The arguments are the rows X [C, F], the
-// matrices W [L, F, G] of all pairs, and the outs Y [C, G] of all pairs. The
-// attribute `missing` names the argument that the handler computes; all others
-// are operands:
+// The handler of ep_grouped_matmul (ep/_src/matmul/grouped_matmul.py), a
+// primitive without a group. The arguments are the rows X [C, F], and pairs of
+// matrices W [L, F, G] and outs Y [C, G]: first all matrices, then all outs.
+// The attribute `missing` names the argument that the handler computes; all
+// others are operands:
 //
 //   (sizes s32[L], segments s32[L, S], operands...) -> missing...
 
@@ -19,7 +19,7 @@
 namespace ep {
 namespace {
 
-// Decodes `buffers`: the rows, then the matrices and the outs of all pairs.
+// Decodes `buffers`: the rows, then all matrices, then all outs.
 Status DecodeGroupedMatmul(const std::vector<ffi::AnyBuffer>& buffers,
                            GroupedMatmulArgs* args) {
   const size_t num_pairs = buffers.size() / 2;

@@ -175,8 +175,8 @@ TEST(BorrowedCommunicatorTest, ExplainsAnUnknownVersion) {
   }
 }
 
-// XLA's function table is too short for the extension, XLA has no extension, or
-// the group has its own communicator.
+// For example, XLA's function table is too short for the extension, XLA has no
+// extension, or the group has its own communicator.
 TEST(BorrowedCommunicatorTest, MayFindNothing) {
   for (int why : {0, 1, 2}) {
     Xla xla;

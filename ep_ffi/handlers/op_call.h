@@ -40,7 +40,7 @@ namespace ep {
 
 namespace ffi = ::xla::ffi;
 
-// The state of an op, which lives in the executable and keeps the group alive.
+// The state of an op, owned by the executable. Keeps the group alive.
 struct OpState {
   static ffi::TypeId id;  // XLA writes it when the type is registered
   // Defined in instantiate.cc, where OpState is complete. With the incomplete
@@ -105,8 +105,8 @@ Status DecodeRows(const char* name, const ffi::AnyBuffer& buffer,
 //   bool kept [T, K]
 //   the routing, Group::MemBytes, at a multiple of 256 bytes
 //
-// ep_prepare has one result because XLA:GPU loses the overlap of a call with
-// several results. NativeConnection of Python reads the buffer too.
+// ep_prepare has one result because XLA:GPU does not overlap a call with
+// several results. NativeConnection in Python also reads the buffer.
 struct MemParts {
   int64_t num_local;  // L
   int64_t kept;       // offsets

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tells ThreadSanitizer (TSan) how XLA orders the functions that it calls.
+// Tells ThreadSanitizer (TSan) in which order XLA calls our functions.
 //
-// XLA is not instrumented. TSan does not see its locks and queues, and would
-// report a race on all data that passes through them. Without TSan these
+// XLA is not instrumented. TSan does not see the locks and queues of XLA, and
+// would report a race on all data that passes through them. Without TSan these
 // classes do nothing.
 
 #ifndef EP_FFI_HANDLERS_TSAN_H_

@@ -20,7 +20,7 @@ constexpr int64_t kTileElements = 16 << 10;
 // panels of consecutive memory.
 constexpr int64_t kRowsPerCopy = 128;
 // The depth of one call of `multiply`. The depth is low if the matrix is read
-// in place, so that its rows arrive in the order of their addresses.
+// in place, so that its rows are read in the order of their addresses.
 constexpr int64_t kDepthOfCopy = 512, kDepthInPlace = 32;
 // Prefetch distance, in elements, if a matrix is the left operand.
 constexpr int64_t kAhead = 16 << 10;
@@ -86,7 +86,7 @@ class Scratch {
 
 class Worker {
  public:
-  // Rounds matrices to the type `through`.
+  // The worker rounds matrices to the type `through`.
   Worker(const Kernels& kernels, DType through)
       : kernels_(kernels), through_(through) {}
 

@@ -178,8 +178,8 @@ float Tree(std::vector<float> sums) {
   return sums[0];
 }
 
-// Computes the missing argument with plain loops. An element is a chain or,
-// with segments, a tree of the chains of the segments.
+// Computes the missing argument with plain loops. Each element is one chain of
+// additions or, with segments, a tree of one chain per segment.
 std::vector<std::vector<double>> Loop(const Kernels& kernels, const Case& c,
                                       Missing missing, Arrays& arrays) {
   std::vector<std::vector<std::vector<float>>> sums;
@@ -449,7 +449,7 @@ TEST(SharedWorkTest, DoesNotWaitForTasksThatHaveNotStarted) {
   }
   EXPECT_EQ(std::vector<int>(10, 1), runs);
   EXPECT_EQ(3u, pool.tasks.size());
-  // The late tasks find no item, and use no data of the RunShared call.
+  // After RunShared, these tasks find no item and use no data of the call.
   for (const auto& task : pool.tasks) task();
   EXPECT_EQ(std::vector<int>(10, 1), runs);
 }
@@ -457,7 +457,7 @@ TEST(SharedWorkTest, DoesNotWaitForTasksThatHaveNotStarted) {
 TEST(SharedWorkTest, WaitsForItemsOfOtherThreads) {
   Threads threads(4);
   std::atomic<int> num_workers{0}, num_ended{0};
-  // No item ends before four threads have one.
+  // No item finishes before each of four threads has begun an item.
   EXPECT_TRUE(RunShared(4, 4, &threads, [&] {
                 ++num_workers;
                 return [&](int64_t) {
@@ -486,7 +486,7 @@ TEST(SharedWorkTest, ReportsLackOfMemory) {
 TEST(SharedWorkTest, SeveralThreadsMayLackMemory) {
   Threads threads(4);
   std::atomic<int> num_workers{0};
-  // Four threads have an item before two of them fail.
+  // Two of four threads fail after all four have begun an item.
   const Status status = RunShared(50, 4, &threads, [&] {
     const bool fails = num_workers++ % 2 == 0;
     while (num_workers < 4) std::this_thread::yield();

@@ -6,7 +6,7 @@
 
 #include "ep_ffi/core/float_types.h"
 
-// Each function of kernels_inl.h has a target attribute. A file with its own
+// Each function of kernels_inl.h has a target attribute. Separate files with
 // options per instruction set would be wrong: the linker keeps one copy of an
 // inline function of several files, and might keep the copy that only a new
 // processor can run.

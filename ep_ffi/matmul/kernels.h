@@ -19,9 +19,9 @@ enum class Fetch { kA, kB, kResult };
 
 // A product a * b. Strides are in elements.
 //
-// b consists of panels of `Kernels::panel_width` columns; the last panel has a
-// multiple of `Kernels::lanes`. The product uses `depth` steps of b from step
-// `first`, which corresponds to step 0 of a.
+// b consists of panels of `Kernels::panel_width` columns; the width of the last
+// panel is a multiple of `Kernels::lanes`. The product uses `depth` steps of b
+// from step `first`, which corresponds to step 0 of a.
 struct Product {
   int64_t rows, first, depth, columns;
   const float* a;  // [rows, depth]
@@ -46,8 +46,8 @@ struct Kernels {
   int64_t panel_width;
   int64_t tile_rows;
 
-  // Computes a * b, or adds it to `out`. Each element is one chain of
-  // multiply-adds in order of the depth, fused if the processor can.
+  // Computes a * b, or adds a * b to `out`. Each element is one chain of
+  // multiply-adds in order of the depth, fused if the processor can fuse.
   void (*multiply)(const Product& product);
 
   void (*add)(const float* in, int64_t n, float* out);

@@ -23,8 +23,8 @@ EP_TARGET void MultiplyTile(const Product& p, int64_t row, int64_t column,
     a[r] = p.a + std::min(row + r, p.rows - 1) * p.a_row;
   }
   b += p.first * b_step;
-  // The rows of a matrix are consecutive, so kRows elements per step fetch a
-  // tile.
+  // The rows of a matrix are consecutive, so a tile is one stretch of memory,
+  // of which each step fetches kRows elements.
   constexpr int64_t kStepsOfLine = 64 / sizeof(float) / kRows;
   const float* ahead = p.ahead + (fetch == Fetch::kB ? b : p.a + row * p.a_row);
   if (fetch == Fetch::kResult) {
@@ -152,7 +152,7 @@ EP_TARGET void Encode(DType dtype, const float* in, int64_t n, std::byte* out) {
   }
 }
 
-// Exchanges x's lanes whose index has `bit` with y's lanes whose index has not.
+// Swaps the lanes of x whose index has `bit` with the other lanes of y.
 template <int bit, int... lane>
 EP_TARGET EP_ALWAYS_INLINE void Exchange(Vector* x, Vector* y,
                                          std::integer_sequence<int, lane...>) {

@@ -13,7 +13,7 @@ namespace ep {
 namespace {
 
 // The items of one RunShared call. A pool may start a task after the call; the
-// task then finds no item, and does not use `make_worker_`, which is gone.
+// task then finds no item, and does not use the destroyed `make_worker_`.
 class SharedWork {
  public:
   SharedWork(int64_t num_items, const MakeWorker& make_worker)
@@ -37,7 +37,7 @@ class SharedWork {
     }
     MutexLock lock(mutex_);
     if (fails) {
-      // Takes all remaining items, so that the other threads end.
+      // Takes all remaining items, so that the other threads stop.
       num_taken +=
           std::max<int64_t>(0, num_items_ - next_.exchange(num_items_));
       fails_ = true;
@@ -76,7 +76,7 @@ Status RunShared(int64_t num_items, int64_t num_threads, Executor* executor,
       executor->Schedule([work] { work->Work(); });
     }
   } catch (const std::exception&) {
-    // This thread runs the items that no task takes.
+    // Without these tasks, this thread runs the items.
   }
   work->Work();
   return work->Wait();

@@ -19,7 +19,7 @@ using MakeWorker = std::function<std::function<void(int64_t item)>()>;
 
 // Runs items 0 to `num_items` - 1 on up to `num_threads` threads: this thread
 // and threads of the executor, which may be null. Returns after all items have
-// ended. Waits only for items that have begun, because a pool may be full of
+// finished. Waits only for items that have begun, because a pool may be full of
 // blocked tasks. Flushes denormals as XLA:CPU does. Fails if a thread lacks
 // memory.
 Status RunShared(int64_t num_items, int64_t num_threads, Executor* executor,

@@ -5,7 +5,7 @@
 
 namespace ep::testing {
 
-// A test may use only the fixture, and a backend may make few promises.
+// A test may use no suite, but only the fixture. A backend may lack promises.
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Conformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GatherConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(FailureConformance);

@@ -16,7 +16,7 @@
 //   EP_INSTANTIATE_CONFORMANCE(Host, Threads());
 //
 // Without any promise, a backend gets the suite `Conformance`. A new backend
-// may begin with it and add promises one by one: `gathers` and
+// may begin with this suite and add promises one by one: `gathers` and
 // `shares_failures` first, because other suites need them.
 // --gtest_filter=*/OrderConformance.* selects one suite.
 
@@ -44,7 +44,7 @@ namespace ep::testing {
 
 struct Backend {
   std::string name;
-  // Makes one group whose ranks are all ranks of all domains.
+  // Makes one group with all ranks of all domains.
   std::function<std::vector<Domain>(const WorldOptions&)> make;
 
   // The sizes that the backend supports.
@@ -66,7 +66,7 @@ struct Backend {
   // while an op waits for its peers. (OrderConformance)
   bool any_order = true;
   // Exchanges a description of every op between ranks. So each rank learns the
-  // error of another rank, and no input makes an op unsafe. (CheckConformance)
+  // errors of other ranks, and invalid inputs do no harm. (CheckConformance)
   bool checks_every_op = true;
 
   // Promises that have no suite. Other tests read them.
@@ -101,7 +101,7 @@ void ExpectRuns(const StepPtr& step);
 void ExpectFailureOnAll(const Failure& expected, const StepPtr& step);
 void ExpectWordsOnAll(const std::vector<std::string>& words,
                       const StepPtr& step);
-// Expects these results of ep_prepare on a rank, except `mem`.
+// Expects these results of ep_prepare on a rank. Does not compare `mem`.
 void ExpectCounts(const Layout& expected, int64_t rank,
                   const RankOutput& actual);
 

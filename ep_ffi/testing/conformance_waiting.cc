@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Conformance: a backend matches the ops of a domain's ranks by run id and
-// site, in any order of posting. The failure of a run, a timeout and the
-// closing of a group end all waits.
+// site, in any order of posting. All waits end when a run fails, a timeout
+// expires, or a group closes.
 
 #include <gtest/gtest.h>
 #include <unistd.h>

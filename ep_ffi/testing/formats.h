@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Conversions of the three float formats by definition: a fraction times a
-// power of two. Tests compare the fast conversions with these simple ones.
+// power of two. Tests compare the fast conversions with these conversions.
 
 #ifndef EP_FFI_TESTING_FORMATS_H_
 #define EP_FFI_TESTING_FORMATS_H_

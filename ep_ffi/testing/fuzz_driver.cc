@@ -6,8 +6,8 @@
 //
 // The target has libFuzzer's interface, so a coverage-guided fuzzer can run it.
 // The target or a sanitizer aborts the process at a fault. The log names the
-// file with the input of the fault. With files, the test runs only these
-// inputs.
+// file with the input that caused the fault. With files, the test runs only
+// these inputs.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

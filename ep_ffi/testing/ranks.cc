@@ -30,8 +30,8 @@ void Arm(size_t size, std::vector<T>* output) {
               output->size() * sizeof(T));
 }
 
-// Fails the test if an element past the end has changed. Removes these
-// elements.
+// Fails the test if an element past the end has changed. Then removes all
+// elements past the end.
 template <typename T>
 void Disarm(std::vector<T>* output) {
   if (output->empty()) return;  // not armed

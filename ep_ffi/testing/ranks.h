@@ -27,7 +27,7 @@ struct WorldOptions {
   double timeout_s = 60;
 };
 
-// One EP domain of a backend. Ranks may share a group.
+// One EP domain of a backend. Several ranks may share a Group object.
 struct Domain {
   // Optional. A step calls `enter` with the EpHandle.mem of each op, and keeps
   // the result until the backend returns. `enter` may change the call.

@@ -73,7 +73,7 @@ HostGroup::Options ToOptions(const EpHostGroup& group) {
 }  // namespace
 }  // namespace ep::host
 
-// Creates a group. Collective over its processes.
+// Creates a group. Collective over the processes of the group.
 EP_EXPORT int32_t ep_host_group_create(const EpHostGroup* group, char* error,
                                        int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {

@@ -81,7 +81,7 @@ class HostGroup : public Group {
 
   PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
   bool IsForked() const;
-  // Returns null if the group is closed, and in a forked child.
+  // Returns null if the group is closed or this process is a forked child.
   std::shared_ptr<Exchanges> exchanges() const;
   Status Locate(const Call& call, Place* place) const;
   // Finds the rank of a Scatter or Gather call, and opens the rank's plan. On

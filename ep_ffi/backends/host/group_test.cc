@@ -78,7 +78,7 @@ TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
                      PrepareStep(domain, kTwoRanks));
 }
 
-// XLA's threads flush denormals. So must our threads, which may run the op.
+// Our threads may run ops, so they must flush denormals as XLA's threads do.
 TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
   constexpr uint32_t kDenormal = 1;
   for (int32_t num_processes : {1, 2}) {
@@ -128,7 +128,7 @@ std::array<size_t, 3> CountHoldings() {
       CountEntries("/proc/self/task")};
 }
 
-// Closes groups but keeps the objects alive, as compiled programs do.
+// Closes groups but keeps the group objects, as compiled programs do.
 TEST(HostGroupTest, ClosedGroupsHoldNothing) {
   std::vector<Domain> closed;
   const auto cycle = [&] {
@@ -140,7 +140,7 @@ TEST(HostGroupTest, ClosedGroupsHoldNothing) {
   cycle();  // creates objects that are never freed
   const auto before = CountHoldings();
   for (int i = 0; i < 200; ++i) cycle();
-  // Threads of a closed group end a moment later.
+  // Threads of a closed group exit a moment later.
   const auto has_no_more = [&] {
     const auto after = CountHoldings();
     return after[0] <= before[0] && after[1] <= before[1] &&

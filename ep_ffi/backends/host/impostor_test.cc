@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests a peer that violates the protocol, and failing system calls: the group
-// fails with an error that explains the reason, and does no other harm. The
-// fuzz targets search for more cases.
+// Tests that a group fails with a clear error, and without other harm, if a
+// peer violates the protocol or a system call fails. The fuzz targets search
+// for more cases.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -101,7 +101,7 @@ TEST(ImpostorTest, KeepsNoDescriptor) {
             before);  // the impostor has closed its descriptor
 }
 
-// A peer may write to its segment while this process reads it.
+// A peer may write to its segment while this process reads the segment.
 TEST(ImpostorTest, ChangingChoicesGiveAValidPlanOrAnError) {
   const GroupWithImpostor group({kDims});
   const Shared shared(group);

@@ -70,8 +70,8 @@ int Connect(const std::string& name) {
   return fd;
 }
 
-// Connects to the other ranks under the observer's number, before the observer
-// does. Expects that the ranks close the connections immediately.
+// Connects to the other ranks with the observer's number, before the observer
+// connects. Expects that the ranks close these connections immediately.
 void ExpectTurnedAway(const Records& records, int connected) {
   std::vector<int> sockets;
   const Hello hello = {kObserver};

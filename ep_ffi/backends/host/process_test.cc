@@ -83,8 +83,8 @@ enum When {
 
 class DeathTest : public ::testing::TestWithParam<Way> {
  protected:
-  // Expects that every survivor ended well and got an error soon. The error
-  // contains a word of each element of `words`.
+  // Expects that every survivor exited normally and soon got an error. For each
+  // element of `words`, the error contains at least one of its strings.
   void ExpectTold(int32_t dead, const Job& job,
                   const std::vector<Ending>& endings,
                   const std::vector<Words>& words) {
@@ -137,7 +137,7 @@ TEST_P(DeathTest, ARankMayDieInAnyOp) {
       // If the rank dies after its post, the op completes, unless other ranks
       // had not connected yet.
       Words ops, who = Died(dead);
-      if (op == 0) {  // other ranks may not have connected yet
+      if (op == 0) {  // other ranks may still be connecting
         ops.push_back("connected");
         who.push_back(StrCat("process ", dead, " died while"));
       }
@@ -162,15 +162,15 @@ TEST_P(DeathTest, ARankMayDieAtAnyMoment) {
       DieLater(us, GetParam(), rank);
       WorkOn(rank);
     });
-    // Other ranks may not have connected yet.
+    // Other ranks may still be connecting.
     Words who = Died(dead);
     who.push_back(StrCat("process ", dead, " died while"));
     ExpectTold(dead, job, endings, {{"ep_", "connected"}, who});
   }
 }
 
-// Two ops are independent. A rank that learns of a death in the first op, while
-// it waits or posts, does not post to the second op.
+// Two ops are independent. If a rank learns of a death while it posts to the
+// first op or waits in it, the rank does not post to the second op.
 TEST_P(DeathTest, ARankMayDieAfterPostingALaterOp) {
   const int32_t dead = 2, giving_up = 3;
   for (bool late : {false, true}) {

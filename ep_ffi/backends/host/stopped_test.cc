@@ -22,7 +22,7 @@ constexpr double kShortS = 1;
 constexpr int32_t kStopped = 2;
 
 // Sends SIGCONT until the stopped rank has posted more than `posts` ops: a
-// single SIGCONT may come before the rank has stopped.
+// single SIGCONT may arrive before the rank has stopped.
 void Wake(int64_t posts, Rank& rank) {
   const Record& its = rank.records()[kStopped];
   for (int i = 0; i < 1000 && its.posted <= posts; ++i) {

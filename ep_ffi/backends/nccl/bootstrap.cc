@@ -66,8 +66,8 @@ EP_EXPORT int32_t ep_nccl_group_create(
   });
 }
 
-// Tells the watchdog of the i-th local rank `others`, a sentence about the
-// other ranks. Writes the rank's Watchdog::Place to `numbers` and `text`.
+// Passes `others`, a sentence about the other ranks, to the watchdog of the
+// i-th local rank. Writes the rank's Watchdog::Place to `numbers` and `text`.
 EP_EXPORT int32_t ep_nccl_group_place(const char* name, int64_t i,
                                       const char* others, double* numbers,
                                       char* text, int64_t text_bytes,

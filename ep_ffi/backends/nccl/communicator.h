@@ -57,9 +57,9 @@ class Communicator {
   // in `mem`, which has HandleBytes bytes. Each call opens the handle anew,
   // because XLA places buffers at new addresses; this costs only host time.
   //
-  // NCCL EP requires that a slot descriptor has as many rows as the group. NCCL
-  // EP accesses only slots within the layer's capacity, so the buffer may be
-  // shorter than the descriptor.
+  // NCCL EP requires that a slot descriptor has the group's number of rows.
+  // NCCL EP accesses only slots within the layer's capacity, so the buffer may
+  // be shorter than the descriptor.
 
   // Calls ncclEpUpdateHandle. `choices` is [num_tokens, top_k].
   Status Update(const Layer& layer, const Mem& mem, const int64_t* choices,

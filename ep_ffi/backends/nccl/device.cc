@@ -75,7 +75,7 @@ Status Device::LoadKernels() {
                   StrCat("the GPU has compute capability ", major,
                          ".x, but NCCL EP needs 9.0 (Hopper) or newer"));
   }
-  // Prefer a cubin for this architecture to PTX, which the driver compiles.
+  // Prefer a cubin for this architecture, because the driver must compile PTX.
   const KernelImage* image = nullptr;
   for (const KernelImage& i : kKernelImages) {
     if (i.arch == 0 ? !image : i.arch / 10 == major) image = &i;

@@ -15,7 +15,7 @@
 
 namespace ep::nccl {
 
-// A rank's GPU: its context, our kernels, and host memory that it accesses.
+// A rank's GPU: its context, our kernels, and host memory for the device.
 //
 // Thread-safe after Open, except TakeReport and Leak.
 class Device {
@@ -48,7 +48,7 @@ class Device {
   // Returns the limit of a thread block's shared memory, in bytes.
   int32_t shared_bytes() const { return shared_bytes_; }
 
-  // Sets the free bytes of the GPU, whose context must be current.
+  // Sets `out` to the free bytes of the GPU, whose context must be current.
   Status CountFreeBytes(int64_t* out) const;
 
   // The kernels of kernels.cu.
@@ -75,8 +75,8 @@ class Device {
   // The reports, the op counts and the ring of trace stamps are in host memory,
   // which the device accesses at the same addresses.
   Report* report(int32_t i) const { return reports_ + i; }
-  // Takes the outcome from report `i`. Returns false if the device has not yet
-  // written an outcome with this ticket.
+  // Moves the outcome of report `i` to `out`. Returns false if the device has
+  // not yet written an outcome with this ticket.
   bool TakeReport(int32_t i, uint64_t ticket, Outcome* out) const;
 
   Progress* progress() const { return progress_; }
@@ -89,8 +89,8 @@ class Device {
   // Waits until the device has run all enqueued work.
   Status Synchronize() const;
 
-  // Makes the destructor leak all resources. Enqueued work may never finish,
-  // and freeing its memory would block or break it.
+  // Makes the destructor leak all resources: enqueued work may never finish,
+  // and freeing memory that the work uses would block or break the work.
   void Leak() { leaked_ = true; }
 
  private:

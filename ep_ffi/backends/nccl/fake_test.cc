@@ -16,7 +16,7 @@ namespace {
 
 class FakeTest : public NcclGroupTest {
  protected:
-  // Expects at least one violation, with these words in the first one.
+  // Expects violations, of which the first contains these words.
   static void ExpectViolation(const std::string& words) {
     const std::vector<std::string> sentences = fake::TakeViolations();
     ExpectIn(sentences.empty() ? "nothing" : sentences[0], {words});

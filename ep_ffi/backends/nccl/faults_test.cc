@@ -275,7 +275,7 @@ TEST_F(CheckedCombineTest, OtherOpsAreNotChecked) {
   run(Op::kDispatchBwd, /*checked=*/true);
 }
 
-// Ops run after a fault, and the host may read the fault much later.
+// Other ops may run after a fault before the host reads the fault.
 TEST_F(CheckedCombineTest, TheFirstOpIsReported) {
   Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareFull(domain);

@@ -96,7 +96,7 @@ class NcclGroup : public Group {
   void Scatter(Call call, const ScatterArgs& args) override;
   void Gather(Call call, const GatherArgs& args) override;
 
-  // Does nothing, because XLA ends the stream when it ends the program.
+  // Does nothing, because XLA itself stops the stream of a failed program.
   void FailRun(int64_t, const Status&) override {}
   Status StartTrace(const std::string& path) override;
   Status StopTrace() override;
@@ -111,15 +111,15 @@ class NcclGroup : public Group {
   NcclGroup(const Options& options, std::shared_ptr<Device> device,
             std::shared_ptr<Communicator> communicator);
 
-  // Runs `enqueue` under the lock unless the group failed; completes the call.
+  // Under the lock, runs `enqueue` unless the group failed. Completes the call.
   void Submit(const Call& call, const std::function<Status()>& enqueue)
       EP_EXCLUDES(mutex_);
   // Fails if the call's communicator is not the communicator of this group.
   Status CheckLent(const Call& call) const EP_REQUIRES(mutex_);
   Status EnqueuePrepare(const Call& call, const PrepareArgs& args)
       EP_REQUIRES(mutex_);
-  // Enqueues `move`, which gets NCCL EP's part of `mem`, and the kernels that
-  // complete the output rows. `moved` has the weights of these rows.
+  // Enqueues `move` on NCCL EP's part of `mem`, then the kernels that complete
+  // the output rows. `moved` has the weights of the output rows.
   Status EnqueueMove(const Call& call, const Mem& mem, int64_t num_tokens,
                      const Rows& rows, Moved moved,
                      const std::function<Status(const Mem&)>& move)
@@ -139,13 +139,13 @@ class NcclGroup : public Group {
 
   // Waits for the outcome of the oldest prepare. Gives up after the timeout.
   Status TakeOutcome() EP_REQUIRES(mutex_);
-  // Waits for the device, and returns the first fault not returned yet.
+  // Waits for the device. Returns the first fault that was not returned yet.
   Status Drain() EP_REQUIRES(mutex_);
   // Aborts the communicator, and makes every later op fail. Returns the error
   // of later ops: `status` and the watchdog's sentence about the other ranks.
   Status GiveUp(const Status& status) EP_REQUIRES(mutex_);
-  // Gives up if `enqueued` is an error: the peers wait for the missing kernel
-  // of this rank, and would pair with its kernel of a later op.
+  // Gives up if `enqueued` is an error. Otherwise the waiting peers would pair
+  // their kernels with this rank's kernels of a later op.
   Status GiveUpUnlessOk(const Status& enqueued) EP_REQUIRES(mutex_);
 
   const Options options_;

@@ -189,7 +189,7 @@ __device__ void WriteSlab(const Routing& r, int32_t j, bool failed) {
   r.stamp_counts[r.num_local + j] = r.dropped_counts[j];
 }
 
-// Returns whether a choice of a routing without faults has a slot.
+// Returns whether a choice has a slot. The routing must have no fault.
 __device__ bool HasSlot(const Routing& r, int32_t choice) {
   const int64_t id = IdAt(r, choice);
   if (id == -1) return false;
@@ -295,10 +295,10 @@ extern "C" __global__ void EpWriteRouting(Routing r) {
   r.kept[i] = kept;
 }
 
-// Overwrites a handle that is not a routing for this op with zeros, which are a
-// routing without choices. NCCL EP does not check handles, and would trap or
-// access memory out of bounds. If the handle was a routing for another op, that
-// op will report a foreign handle. Runs any number of threads.
+// Fills a handle with zeros, a routing without choices, if it is not a routing
+// for this op. NCCL EP does not check handles, and would trap or access memory
+// out of bounds. If the handle was a routing for another op, that op will
+// report a foreign handle. Runs any number of threads.
 extern "C" __global__ void EpClearForeign(Routing r) {
   if (ThreadIndex() == 0) BeginOp(r);
   if (CheckHandle(r).fault != Fault::kForeignHandle) return;

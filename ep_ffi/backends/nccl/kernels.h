@@ -24,13 +24,11 @@ enum class Fault : int32_t {
   kNone,
   kIdOutOfRange,   // topk_idx[choice] of `rank` is `value`
   kRepeatedId,     // topk_idx[choice] of `rank` repeats `value`
-  kOtherPlace,     // in the program's mesh `rank` is at `value`; see
-                   // PrepareArgs::place
+  kOtherPlace,     // `rank` has position `value` in the program's mesh
   kDisagreement,   // `rank` and rank 0 run different programs
   kOverflow,       // `rank` needs `value` rows
   kForeignHandle,  // handle.mem of `rank` is not a routing for this op
-  kNotFinite,      // out[choice, value] of `op` on `rank` is not finite; here
-                   // `choice` is a token
+  kNotFinite,      // out[choice, value] is not finite; `choice` is a token
 };
 
 // The first fault of an op and its position, or Fault::kNone.
@@ -52,8 +50,9 @@ struct Report {
 // numbers 1, 2, ... in the order in which the host enqueues them.
 struct Progress {
   uint64_t begun;  // the last op that has begun
-  uint64_t ended;  // the last op in which all ranks have met: a prepare after
-                   // the all-gather, any other op after NCCL EP's kernel
+  // The last op in which all ranks have met: a prepare after its all-gather,
+  // any other op after NCCL EP's kernel.
+  uint64_t ended;
 };
 
 // Host memory to which the device writes the trace of an op.
@@ -91,8 +90,8 @@ enum Word : int32_t {
 constexpr int32_t kWarp = 32;  // threads
 
 // Number of choices per chunk. A choice's position in its expert's queue is the
-// number of the expert's choices in earlier chunks plus the number of those
-// choices before it in the same chunk.
+// number of the expert's choices in earlier chunks plus the number of the
+// expert's earlier choices in the same chunk.
 constexpr int32_t kChunk = 256;
 
 constexpr uint32_t kNan = 0xffffffff;  // NaN in every float type
@@ -111,8 +110,7 @@ struct Routing {
 
   Header* header;
   int64_t* choices;       // [T K] expert, -1 if unused, invalid or dropped
-  int32_t* chunk_starts;  // [chunks][E + 1] choices of an expert in earlier
-                          // chunks; at E, the chunk's first invalid choice
+  int32_t* chunk_starts;  // [chunks][E + 1], see ChunkStart and FirstWrong
   int32_t* sent;          // [E + kWords]
   int32_t* received;      // [P][E + kWords], `sent` of each rank
   int32_t* totals;        // [E] choices of all ranks

@@ -86,7 +86,7 @@ class Symbols {
     *out = reinterpret_cast<Function>(symbol);
   }
 
-  // Returns an error if Find has missed a function.
+  // Returns an error if Find has not found a function.
   const Status& status() const { return status_; }
 
  private:

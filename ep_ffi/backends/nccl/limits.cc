@@ -38,8 +38,8 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Returns the least shared memory, in bytes, for dispatch and combine. Assumes
-// weights, because the directions with weights need more memory.
+// Returns the shared memory, in bytes, that dispatch and combine need at least.
+// Assumes that both have weights, because weights need memory.
 int64_t SharedBytes(const Sizes& s, int64_t nvlink_ranks) {
   const int64_t links = s.ep_size / nvlink_ranks;  // NVLink domains
   const bool far = links > 1;

@@ -116,7 +116,7 @@ TEST(CreateTest, LibrariesMachinesAndSizesBeyondTheLimitsAreRefused) {
        [](auto* s, auto* m) {
          s->max_row_bytes = 1 << 16, m->shared_bytes = 101376;
        }},
-      // The sum of 32 MiB, 128 rows of tokens and slots, weights and a bitmap.
+      // 34082848 = 32 MiB + 128 rows of tokens and slots + weights + bitmap.
       {{"needs 34082848 bytes of GPU memory beside JAX's, but 34082847",
         kLimit},
        [](auto*, auto* m) { m->free_bytes = 34082847; }},

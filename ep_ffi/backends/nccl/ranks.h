@@ -54,7 +54,7 @@ class NcclRanks : public Group {
     OnDevice(call.device)->Gather(std::move(call), args);
   }
 
-  // Does nothing, because XLA ends the stream when it ends the program.
+  // Does nothing, because XLA itself stops the stream of a failed program.
   void FailRun(int64_t, const Status&) override {}
   Status StartTrace(const std::string& path) override;
   Status StopTrace() override { return first().StopTrace(); }

@@ -41,8 +41,8 @@ class Runs {
     int64_t step;
   };
 
-  // Returns whether an op with `run`'s id and program belongs to another run.
-  // JAX numbers the runs of an executable from a hash of its text. If JAX
+  // Returns whether an op with the id and program of `run` belongs to another
+  // run. JAX numbers the runs of an executable from a hash of its text. If JAX
   // compiles a program twice, runs of both executables have the same ids, but
   // begin with different copies of one op.
   static bool IsOther(const Run& run, const Site& site) {

@@ -21,9 +21,9 @@ namespace ep::nccl {
 // The trace of one rank. The device writes the times of each op to a ring in
 // host memory, and this class reads them after the op has ended.
 //
-// A stamp has the arrival time of this rank and the end of the op. The merge of
-// all ranks' traces adds the arrival time of the last rank. Times are from the
-// GPU's clock, which counts from 1970.
+// A stamp has the arrival time of this rank and the time when the op ended. The
+// merge of all ranks' traces adds the arrival time of the last rank. Times are
+// from the GPU's clock, which counts from 1970.
 //
 // Not thread-safe.
 class Stamps {
@@ -31,23 +31,23 @@ class Stamps {
   Stamps(std::shared_ptr<Device> device, const Sizes& sizes, int32_t rank)
       : device_(std::move(device)), sizes_(sizes), rank_(rank) {}
 
-  // Opens the file. Allocates the ring for the first trace.
+  // Opens the trace file. The first call allocates the ring.
   Status Start(const std::string& path);
 
-  // Gives the next op its stamp in the ring, if the trace is on.
+  // Assigns a stamp in the ring to the next op, if the trace is on.
   void Give(Routing* routing);
   // Adds the op that was enqueued with `routing` and rows of `row_bytes` bytes.
   void Add(TracedOp op, const Routing& routing, int64_t row_bytes);
 
-  // Writes ops that have ended to the trace: all enqueued ops if `all_have`,
-  // otherwise the ops before the last op that has begun.
+  // Writes to the trace the ops that have ended: all enqueued ops if
+  // `all_have`, otherwise the ops before the last op that has begun.
   void Collect(bool all_have);
 
   // Writes the file. Does nothing if the trace is off.
   Status Stop();
 
  private:
-  // Number of stamps: more ops than a stream queues before the host must wait.
+  // Number of stamps. A stream queues fewer ops before the host must wait.
   static constexpr uint64_t kRing = 4096;
 
   struct Enqueued {

@@ -26,14 +26,14 @@ namespace ep::nccl {
 class Watchdog {
  public:
   // `rank` is a name for messages. If no op makes progress for `timeout_s`, the
-  // thread prints a line; after `exit_after_s` more, it terminates the process.
+  // thread prints a line, and `exit_after_s` later terminates the process.
   Watchdog(std::shared_ptr<const Device> device, std::string rank,
            double timeout_s, double exit_after_s);
   ~Watchdog() { Stop(); }
   // Stops the thread. Idempotent.
   void Stop();
 
-  // Gives the next op its number, which its kernels write to Progress.
+  // Assigns a number to the next op, whose kernels write it to Progress.
   void Number(Routing* routing);
   // Adds the op named `op`, which was enqueued with the number from Number.
   void Add(std::string op);

@@ -17,13 +17,13 @@
 namespace ep::host {
 
 // Any number of threads may call `Work` concurrently. `next_` gives each chunk
-// to one thread, `num_unfinished_` finds the thread that finishes last, and the
+// to one thread, `num_unfinished_` shows which thread finishes last, and the
 // lock guards `status_`, the first failure.
 class Batch {
  public:
   explicit Batch(ExchangePtr exchange);
 
-  // Returns how many of `num_threads` threads speed up the work; at least one.
+  // Returns the number of threads, 1 to `num_threads`, that speed up the work.
   int64_t NumUsefulThreads(int64_t num_threads) const;
 
   // Runs chunks until none is left. Returns true to exactly one caller, after
@@ -31,7 +31,7 @@ class Batch {
   bool Work();
 
   Exchange& exchange() { return *exchange_; }
-  // Returns the first failure; its message names the op.
+  // Returns the first failure, whose message names the op.
   Status status();
 
  private:

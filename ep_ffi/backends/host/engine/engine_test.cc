@@ -101,7 +101,7 @@ constexpr uint64_t kSite = 5;
 TEST(LaunchesTest, UsesRunIdsThatAreNear) {
   Launches here, there;
   (void)here.Name(kSite, 1001);
-  // The peer has seen run id 1002 first, and counts launches from it.
+  // The peer saw run id 1002 first, and counts launches from 1002.
   for (int64_t run_id : {1002, 1001, 1003}) {
     EXPECT_EQ(run_id, here.RunId(there.Name(kSite, run_id)));
   }
@@ -110,7 +110,7 @@ TEST(LaunchesTest, UsesRunIdsThatAreNear) {
 TEST(LaunchesTest, MatchesRunIdsThatAreFarByNumber) {
   constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-  // The last run id is 2^19 below this process's, more than kNear.
+  // The last value is 2^19 below the run id of `here`: farther than kNear.
   for (int64_t first : {int64_t{1} << 40, kMin, kMax - 10, -kMax / 2,
                         kMax / 2 + 1 - (1 << 19)}) {
     Launches here, there;
@@ -127,13 +127,12 @@ TEST(LaunchesTest, RunIdsStayNearAfterManyLaunches) {
   for (int64_t run_id = 0; run_id < 10'000; ++run_id) {
     (void)here.Name(kSite, run_id);
   }
-  // The op at kOtherSite runs rarely: the peer's first launch of it is 10'001.
+  // The op at kOtherSite runs rarely: the peer first runs it in launch 10'001.
   EXPECT_EQ(10'001, here.RunId({kOtherSite, 10'001, 0}));
   EXPECT_FALSE(here.RunId({kOtherSite, 1, 0}).has_value());
 }
 
-// An op has two sites in two executables. The launches of the first site say
-// nothing about the launches of the second.
+// An op of two executables has two sites, whose launches are unrelated.
 TEST(LaunchesTest, ExecutablesAreLaunchedInAnyOrder) {
   constexpr int64_t kFirst = int64_t{1} << 40, kSecond = 1000;
   Launches here, there;
@@ -214,8 +213,8 @@ TEST(OutcomesTest, AClosingProcessReportsARunThatLackedAnotherProcess) {
   EXPECT_EQ("2 closed", outcomes.LeavingReason());
 }
 
-// Process 1 has ranks 1 and 2 of three. Rank 1 waits for rank 0 in an exchange,
-// and rank 2 has run no op yet.
+// Of three ranks, process 1 has ranks 1 and 2. Rank 1 waits for rank 0 in an
+// exchange, and rank 2 has run no op yet.
 class ProgressTest : public ::testing::Test {
  protected:
   ProgressTest() {

@@ -20,7 +20,7 @@ TracedOp ForTrace(const PostedOp& op, int32_t domain) {
           domain};
 }
 
-// Copies the arrays of a contribution to a segment, which is large enough.
+// Copies the arrays of a contribution to a segment that is large enough.
 void Stage(const Contribution& c, std::byte* segment) {
   std::byte* second = segment + c.signature.second_offset();
   if (c.stage) return c.stage(segment, second);
@@ -31,7 +31,7 @@ void Stage(const Contribution& c, std::byte* segment) {
   copy(second, c.arrays.second, c.signature[Signature::kSecondBytes]);
 }
 
-// Returns the maximum size of Progress in bytes: a few op names per rank.
+// Returns the maximum size, in bytes, of Progress: a few op names per rank.
 size_t MaxProgressBytes(size_t num_ranks) {
   return (size_t{64} << 10) + 1024 * num_ranks;
 }
@@ -58,7 +58,7 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
     MutexLock lock(self->mutex_);
     self->Publish();
   }
-  // The callbacks need no reference: ~Exchanges joins the progress thread.
+  // A raw pointer suffices: ~Exchanges joins the thread of the callbacks.
   Exchanges* e = self.get();
   e->peers_->Start(
       {[e](int32_t process, const Message& m, const std::string& names,
@@ -165,10 +165,10 @@ void Exchanges::OnPost(int32_t process, const Message& m,
       return peers_->SendRelease(part.process, part.segment);
     }
     if (!complete) return;
-    // A worker runs the exchange and owns this object, since the completed
-    // calls may drop all other references. The progress thread must not drop
-    // the last reference: ~Peers joins this thread. If the destructor has
-    // begun, it waits for the progress thread, which then runs the exchange.
+    // A worker runs the exchange and holds `self`, since the completed calls
+    // may drop all other references. The progress thread must not drop the last
+    // one: ~Peers joins the progress thread. If `self` is null, ~Exchanges
+    // waits for the progress thread, which then runs the exchange.
     std::shared_ptr<Exchanges> self = weak_from_this().lock();
     if (!self) return Run(std::move(complete), /*executor=*/nullptr, kNoRank);
     workers_.Run([self = std::move(self), complete = std::move(complete)] {
@@ -209,8 +209,8 @@ Status Exchanges::Add(const Key& key, int32_t rank, Part part,
 
 Status Exchanges::WhyNotComplete(const Exchange* exchange, int32_t domain,
                                  int32_t rank) const {
-  // An exchange that has begun can complete if a process dies after its post.
-  // But no exchange can begin after a death.
+  // After the death of a process, an exchange with a post of the process can
+  // still complete, but no new exchange can begin.
   EP_RETURN_IF_ERROR(exchange ? outcomes_.OfGroup()
                               : outcomes_.OfNewExchange());
   for (int32_t r = 0; r < topology().ep_size; ++r) {
@@ -470,7 +470,7 @@ void Exchanges::OnTick() {
     const double timeout_s = options_.timeout_s;
     Publish();
     for (const Exchange* e : pending_.FindBegunBy(now - timeout_s / 3)) {
-      // Only the process of the first rank that has posted warns.
+      // Warn only in the process of the first rank that has posted.
       if (has_warned_ || !e->FirstPost().done) continue;
       has_warned_ = true;
       warning = Slow(topology(), *e, last_posts_, timeout_s);

@@ -140,7 +140,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // deferred for this site.
   Launch NameLaunch(uint64_t site_id, int64_t run_id) EP_EXCLUDES(mutex_);
   // Calls `act` with this process's run id of a peer's launch. If the run id is
-  // unknown, defers the call until the op runs in this process.
+  // unknown, defers `act` until the op runs in this process.
   void WithRunId(const Launch& launch, std::function<void(int64_t)> act)
       EP_EXCLUDES(mutex_);
 

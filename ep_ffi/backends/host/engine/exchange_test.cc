@@ -72,7 +72,7 @@ class ExchangeTest : public ::testing::Test {
 
   void PeerCloses(int32_t rank) {
     peers_[rank]->SendBye("");
-    // Starts new runs until one fails because the peer has closed.
+    // Starts new runs until one fails because the peer has closed the group.
     for (int i = 0; i < 1000; ++i) {
       std::future<Result> probe = Post(--last_probe_);
       if (probe.wait_for(std::chrono::milliseconds(10)) ==
@@ -142,7 +142,7 @@ class ExchangeTest : public ::testing::Test {
     testing::ExpectFailure({code, {word}}, Get(std::move(future)).status);
   }
 
-  // The id of the last failed run. A thread may write it after the test.
+  // The id of the last failed run, which a thread may write after the test.
   std::shared_ptr<std::atomic<int64_t>> failed_run_ =
       std::make_shared<std::atomic<int64_t>>(0);
   std::vector<std::unique_ptr<Peers>> peers_;  // peers_[0] is null

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Names of a program's launches that hold in all processes.
+// Names a program's launches in the same way in all processes.
 //
 // In one process, XLA's run id names a launch: a 32-bit fingerprint of the
-// program, plus the number of its launches. The number is equal in all
-// processes. The fingerprint often differs, since it covers source lines: for
-// example, if one process calls the step from another line, or loads the
-// program from the persistent compilation cache.
+// program, plus the number of the launch. The number is equal in all processes.
+// The fingerprint often differs, since it covers source lines: for example, if
+// one process calls the step from another line, or loads the program from the
+// persistent compilation cache.
 //
 // So a message contains the site id of the op, the sender's run id, and the
 // number of the launch, counted from the first launch that the sender has seen.
@@ -67,15 +67,15 @@ class Launches {
   }
 
   // Processes are never this many launches apart: JAX itself hangs with about
-  // 50 launches in flight. In one of two million pairs of programs, the
-  // fingerprints are nearer than this bound.
+  // 50 launches in flight. Only one pair of programs in two million has
+  // fingerprints nearer than this bound.
   static constexpr int64_t kNear = 1 << 10;
   static bool AreNear(int64_t a, int64_t b) {
     const int64_t distance = Difference(a, b);
     return -kNear < distance && distance < kNear;
   }
 
-  // Returns whether the run id is near the latest one of a local executable.
+  // Returns whether the run id is near the latest run id of an executable here.
   bool IsNear(int64_t run_id) const {
     return std::any_of(latest_.begin(), latest_.end(),
                        [&](int64_t id) { return AreNear(run_id, id); });

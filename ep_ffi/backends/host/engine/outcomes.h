@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Records how runs, processes and this group ended. Answers one question: can a
-// post still arrive, and if not, why?
+// Records failed runs, processes that left, and the closing of this group.
+// Answers one question: can a post still arrive, and if not, why?
 //
 //   a run        continues, or has failed
 //   a process    is alive, has closed its group, or has died
@@ -9,8 +9,8 @@
 //                exchanges that have begun; or is closed
 //
 // States only advance in this order. Of several reasons, the class reports the
-// root cause: the closing of this group before the first death, and a death
-// before the closing of another process.
+// root cause: the closing of this group, else the first death, else the closing
+// of another process.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_OUTCOMES_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_OUTCOMES_H_
@@ -57,11 +57,11 @@ class Outcomes {
   // Records that this process closes the group.
   void Close(const Status& status) { closed_ = status; }
 
-  // Records that a call of this process fails, so that the user sees an error.
+  // Records that the user sees an error, because a call of this process fails.
   void ReportError() { is_error_reported_ = true; }
   bool is_error_reported() const { return is_error_reported_; }
 
-  // Returns the reason that this group gives its peers when it closes: the
+  // Returns the reason that this group sends to its peers when it closes: the
   // first death, else the error of the last run that lacked a process, else "".
   const std::string& LeavingReason() const {
     return (first_death_.ok() ? last_unavailable_ : first_death_).message();

@@ -6,7 +6,7 @@
 // rank posts iteration i + 1 only after iteration i has completed. So a post
 // belongs to the oldest exchange of its key that lacks the rank's post.
 //
-// This file knows neither processes nor messages nor failures.
+// This file does not depend on processes, messages or failures.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_PENDING_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_PENDING_H_
@@ -28,7 +28,7 @@
 
 namespace ep::host {
 
-// The op for which a rank posts, and its launch.
+// An op that a rank posts, and the launch of the op.
 struct PostedOp {
   Op op = {};  // may be invalid in a peer's message
   Launch launch = {};
@@ -64,8 +64,8 @@ struct Key {
   bool operator<(const Key& other) const { return Tie() < other.Tie(); }
 };
 
-// The two arrays of a rank that its peers read: rows and weights or, in
-// ep_prepare, SortedChoices. The signature contains the array sizes.
+// The two arrays of a rank that its peers read: rows and weights, or the two
+// arrays of SortedChoices (ep_prepare). The signature contains the array sizes.
 struct Arrays {
   const void* first = nullptr;
   const void* second = nullptr;  // null if the array is empty
@@ -76,7 +76,7 @@ struct Arrays {
 struct Contribution {
   Signature signature;
   Arrays arrays;
-  // Copies the parts of both arrays that other processes read to a segment. If
+  // Copies to a segment the parts of both arrays that other processes read. If
   // null, the engine copies both arrays entirely.
   std::function<void(std::byte* first, std::byte* second)> stage;
   // The work of this rank, in chunks that may run concurrently.
@@ -94,7 +94,7 @@ struct Part {
   Contribution contribution;  // remote rank: signature and arrays only
   // Completes the call of a local rank; null if the rank is remote.
   std::function<void(Status)> done;
-  // The owner and the id of a remote segment, which this process releases.
+  // A remote segment, which this process releases: its owner and its id.
   int32_t process = -1;
   uint64_t segment = 0;
 };
@@ -130,7 +130,7 @@ class Pending {
   // post would begin a new exchange.
   const Exchange* Find(const Key& key, int32_t rank) const;
 
-  // Adds a post. Returns its exchange if the post completes it, else null.
+  // Adds a post. Returns the exchange if no other post is missing, else null.
   ExchangePtr Add(const Key& key, int32_t rank, Part part);
 
   // Removes and returns the exchanges for which `match` holds.

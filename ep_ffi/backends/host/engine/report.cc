@@ -151,7 +151,7 @@ std::string Progress(const Topology& topology, const std::string& group_name,
     }
     return List(fitting, [](const std::string& item) { return item; });
   };
-  // Two statements: the waits come first, since each call uses up `room`.
+  // Two statements fix the order: `list(waits)` uses up `room` first.
   const std::string of_waits = list(waits), of_others = list(others);
   return StrCat(begin, ",\"waits\":", of_waits, ",\"others\":", of_others,
                 ",\"left_out\":", left_out, "}");

@@ -22,7 +22,7 @@ namespace ep::host {
 // The latest post of a member of the topology.
 struct LastPost {
   PostedOp op;
-  double at;  // time (see Now) of the post, or when the exchange completed
+  double at;  // time (see Now) of the post or of the end of the exchange
 };
 
 // By member of the topology: the latest post, or none before the first op.
@@ -55,18 +55,18 @@ std::string Progress(const Topology& topology, const std::string& group_name,
 Status Missed(const Topology& topology, const LastPosts& last_posts,
               const Launches& launches);
 
-// Returns why this process terminates: it may wait for failed ranks.
+// Returns the error of a terminating process, which may wait for failed ranks.
 Status Stuck(const Topology& topology, const Status& failure,
              double exit_after_s);
 
-// Returns the error after a process closed the group (`is_orderly`) or died.
+// Returns the error of ops after a peer closed its group (orderly) or died.
 Status Left(const Topology& topology, int32_t process, bool is_orderly,
             const std::string& group_name);
 
 // Returns the error of ops after this process has closed the group.
 Status Closed(const std::string& group_name);
 
-// Returns the error after a process has sent an invalid post.
+// Returns the error of ops after a process has sent an invalid post.
 Status InvalidPost(const Topology& topology, int32_t process);
 
 }  // namespace ep::host

@@ -31,8 +31,8 @@ const PlanDims kDims = SampleDims(/*ep_size=*/2);
 constexpr testing::RowType kType = {3, DType::kFloat32};
 constexpr int64_t kRun = 1;
 
-// Returns the descriptor of a segment of one page with the sample's staged
-// choices, which a mover reads as rows.
+// Returns the descriptor of a segment of one page. The page has the sample's
+// staged choices, which a mover reads as rows.
 int SampleSegment() {
   const SortedChoices choices = SampleSorted(kDims)[1];
   const int fd = memfd_create("sample", MFD_ALLOW_SEALING);
@@ -69,7 +69,8 @@ class Conversation {
 
   Impostor& impostor() { return *group_.impostor; }
 
-  // Disconnects the impostor to end both ops. Returns whether one succeeded.
+  // Disconnects the impostor, which completes both ops. Returns whether an op
+  // succeeded.
   bool End() {
     impostor().Leave();
     const bool prepared = prepare_->Wait(0).ok();

@@ -34,7 +34,7 @@ struct PreparedGroup {
     }
   }
 
-  // Runs the op with `mem` on rank 0. Returns whether it succeeded.
+  // Runs the op with `mem` on rank 0. Returns whether the op succeeded.
   bool Run(Op op, const std::vector<std::byte>& mem) {
     std::vector<RankInput> inputs(dims.ep_size);
     for (int64_t rank = 0; rank < dims.ep_size; ++rank) {

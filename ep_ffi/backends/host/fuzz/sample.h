@@ -50,7 +50,7 @@ inline std::vector<SortedChoices> SampleSorted(const PlanDims& dims) {
   return testing::SortAll(dims, SampleChoices(dims));
 }
 
-// Aborts if a fuzz target has found an error, as a sanitizer does.
+// Aborts, as a sanitizer does, unless the condition is true.
 inline void Require(bool condition, const char* what) {
   if (condition) return;
   std::fprintf(stderr, "not so: %s\n", what);

@@ -41,7 +41,7 @@ struct Scatter {
   Status RunChunk(const std::vector<RankRows>& ranks, int64_t chunk) const;
 
  private:
-  // Runs the last chunk, which exists unless the tail is unspecified.
+  // Writes the tail. This is the last chunk, unless the tail is unspecified.
   void FillTail() const;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests chunks and corrupt plans of the movers, without an engine. The
-// conformance suite tests the results; see group_test.cc.
+// Tests how movers divide work into chunks and read corrupt plans, without an
+// engine. The conformance suite tests the results; see group_test.cc.
 
 #include "ep_ffi/backends/host/movers/movers.h"
 
@@ -134,7 +134,7 @@ constexpr PlanDims kDims = {/*num_experts=*/6, /*ep_size=*/3,
                             /*capacity=*/200,  /*alignment=*/4,
                             /*drop=*/true};
 
-// Tests rows smaller than a chunk, not dividing a chunk, and larger than it.
+// Tests row sizes below and above a chunk, and row sizes that do not divide it.
 TEST(MoversTest, ChunksCoverEveryRowOnce) {
   Random random(7);
   for (int64_t width : {1, 3000, 100000}) {

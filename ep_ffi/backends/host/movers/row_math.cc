@@ -6,7 +6,7 @@
 #include "ep_ffi/core/float_types.h"
 
 // Without these options, GCC does not vectorize a selection between two floats
-// (computing both might trap), and does not keep the loop over terms outside.
+// (computing both might trap), and does not keep the loop over terms outermost.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("O3", "no-trapping-math", "no-loop-unroll-and-jam")
 #endif
@@ -25,7 +25,7 @@
 namespace ep::host {
 namespace {
 
-// Sums `kLanes` columns from `begin` on.
+// Sums the terms in the `kLanes` columns from `begin` on.
 template <int kLanes, typename T>
 EP_ALWAYS_INLINE void SumLanes(const Term* terms, size_t num_terms,
                                int64_t begin, T* out) {

@@ -22,7 +22,7 @@ struct Term {
 // Returns the index of the first element that is infinite or NaN, or -1.
 int64_t FindNotFinite(DType dtype, const std::byte* row, int64_t width);
 
-// Writes the sum of the rows, each times its scale.
+// Writes the sum of the rows, each row multiplied by its scale.
 void SumRows(DType dtype, const std::vector<Term>& terms, int64_t width,
              std::byte* out);
 

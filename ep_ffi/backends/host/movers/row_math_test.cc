@@ -144,7 +144,7 @@ TEST_P(RowMath, RoundsProductsBeforeAddingThem) {
   const double x = 1 + 0x1p-7;
   const float product = scale * x;
   ASSERT_NE(0.0f, std::fma(scale, static_cast<float>(x), -product));
-  // Fills every lane of every vector unit.
+  // Wide enough to use every lane of every vector unit.
   const int64_t width = 67;
   const std::vector<Row> rows = {{std::vector<double>(width, 1.0), -product},
                                  {std::vector<double>(width, x), scale}};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Groups of the host backend whose processes are threads of the test. A group
-// knows its process by number only, so sockets and shared memory work as
+// identifies its process by a number only, so sockets and shared memory work as
 // between real processes.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_GROUPS_H_

@@ -25,7 +25,7 @@ namespace ep::host {
 inline constexpr int32_t kNumRanks = 4;
 inline constexpr int64_t kNumOps = 5;
 
-// Ways in which a process ends without a message to its peers.
+// Ways in which a process terminates without a message to its peers.
 enum class Way { kKill, kCrash, kExit };
 inline constexpr Way kWays[] = {Way::kKill, Way::kCrash, Way::kExit};
 
@@ -62,8 +62,8 @@ struct Record {
 };
 using Records = std::array<Record, kNumRanks>;
 
-// A rank in a separate process. The rank runs training steps: all ops in order,
-// on inputs that every rank knows. Checks that the results are bitwise right.
+// A rank in a separate process. The rank runs training steps (all ops in order)
+// on inputs that every rank knows, and compares the results bit for bit.
 class Rank {
  public:
   Rank(int32_t rank, Records* records);
@@ -74,7 +74,7 @@ class Rank {
   // Returns the first error since Bootstrap.
   const Status& status() const { return status_; }
 
-  // Bootstraps a group of the members, or of all ranks. Collective.
+  // Bootstraps a group of `members`, by default of all ranks. Collective.
   void Bootstrap(double timeout_s, std::vector<int32_t> members = {});
   // Posts the next op and waits for it. Does nothing after a failure.
   void Next();
@@ -109,7 +109,7 @@ class Rank {
   Status status_;
 };
 
-// How a rank ended: the result of `body`, and the status from waitpid.
+// The outcome of a rank: the result of `body`, and the status from waitpid.
 struct Ending {
   std::string said;
   int status;
@@ -122,8 +122,8 @@ void ExpectNothingSaid(const std::vector<Ending>& endings);
 struct Job {
   Job();
   ~Job();
-  // Runs `body` as every rank, each in a process. Returns how each rank ended.
-  // Kills a rank that takes too long.
+  // Runs `body` for every rank in a separate process. Returns the outcome of
+  // each rank. Kills a rank that takes too long.
   std::vector<Ending> Run(const std::function<std::string(Rank&)>& body);
 
   Records* const records;  // shared by all processes

@@ -31,7 +31,7 @@ bool WaitReadable(int fd, double deadline) {
   }
 }
 
-// Returns the kernel's credentials of the process at the other end.
+// Asks the kernel for the credentials of the process at the other end.
 ucred PeerOf(int fd) {
   ucred peer = {0, static_cast<uid_t>(-1), static_cast<gid_t>(-1)};
   socklen_t size = sizeof(peer);

@@ -55,9 +55,9 @@ class Handshake {
   // process has died.
   bool Await(int fd) const;
   // Receives the number of the process that connects. Returns -1 at the time
-  // `until`, or if the pid of the process is not the expected one.
+  // `until`, or if the process does not have the expected pid.
   int32_t ReceiveHello(int fd, double until) const;
-  // Returns a failed connection's error, which names a dead process, if any.
+  // Returns the error of a failed connection, and names a dead process, if any.
   Status Unreachable(int32_t process) const;
   // Returns the number of a dead process, or -1.
   int32_t FindDead() const;

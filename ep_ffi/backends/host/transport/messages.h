@@ -20,8 +20,8 @@
 namespace ep::host {
 
 // The values that must be equal on all ranks of an exchange, with the sizes of
-// the two arrays that each rank posts. All but the hash of the routing come
-// from shapes and attributes. Messages contain the struct's bytes.
+// the two arrays that each rank posts. All values except the hash of the
+// routing come from shapes and attributes. Messages contain the struct's bytes.
 struct Signature {
   enum Field {
     kOp,
@@ -110,8 +110,8 @@ struct Hello {
   int32_t process;
 };
 
-// Writes the abstract address of a name, and returns its size. Truncates a name
-// that is too long.
+// Writes the abstract address of a name, and returns the size of the address.
+// Truncates a name that is too long.
 socklen_t AddressOf(const std::string& name, sockaddr_un* address);
 
 }  // namespace ep::host

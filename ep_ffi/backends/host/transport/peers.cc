@@ -19,8 +19,8 @@
 namespace ep::host {
 namespace {
 
-// Event sources of the progress thread: a process number (its socket), a
-// process number with kProcessEnd (its end), and kStop (from the destructor).
+// Event sources of the progress thread: a process number (its socket), a number
+// with kProcessEnd (the process has ended), and kStop (from the destructor).
 constexpr uint64_t kProcessEnd = uint64_t{1} << 32;
 constexpr uint64_t kStop = ~uint64_t{0};
 
@@ -140,7 +140,7 @@ Status Peers::Acquire(size_t bytes, const std::vector<int32_t>& readers,
   Fd new_fd;
   EP_RETURN_IF_ERROR(segments_->Acquire(bytes, readers, out, &new_fd));
   if (new_fd.get() >= 0) {
-    // All links share one descriptor: copies could exceed the limit of files.
+    // All links share one descriptor, because the number of files is limited.
     const auto fd = std::make_shared<const Fd>(std::move(new_fd));
     Message message = {};
     message.type = Message::kSegment;
@@ -265,8 +265,8 @@ void Peers::Receive(Link& link) {
       shutdown(link.socket.get(), SHUT_RDWR);
       return Drop(link, /*is_orderly=*/false, "");
     }
-    // The buffer has space for the descriptor. The kernel drops the descriptor
-    // if this process may open no more files.
+    // The buffer has space for the descriptor, so the kernel drops the
+    // descriptor only if this process may open no more files.
     Status received;
     if (fd.get() < 0 && (header.msg_flags & MSG_CTRUNC)) {
       errno = EMFILE;

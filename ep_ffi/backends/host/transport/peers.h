@@ -5,8 +5,8 @@
 // Each pair of processes has one Unix socket (SOCK_SEQPACKET: whole messages,
 // in order), which carries messages (messages.h) and descriptors of segments.
 // Rows are in shared memory (segment.h). The socket reports that a peer closes
-// it or dies; ProcessWatch reports a death even if a child of the peer's
-// process holds the socket open.
+// the socket or dies; ProcessWatch reports a death even if a child of the
+// peer's process holds the socket open.
 //
 // One progress thread per group receives messages. The thread waits only for
 // messages and the next tick, and never runs a user's program. Senders never
@@ -84,7 +84,7 @@ class Peers {
             std::shared_ptr<const Fd> fd = nullptr);
   void Progress();
   void Receive(Link& link);
-  // Handles a message. `received` is the error if its descriptor was lost.
+  // Handles a message. `received` is an error if the descriptor was lost.
   void Handle(Link& link, const Message& message, const std::string& text,
               const Fd& fd, const Status& received);
   // Stops receiving from a peer that has left.

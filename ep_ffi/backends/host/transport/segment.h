@@ -63,8 +63,8 @@ struct Segment {
 };
 
 // The segments of this process. One staged op uses a whole segment. Sizes are
-// powers of two, and untouched pages take no memory, so that reuse is simple
-// and the peak memory grows with the ops in flight.
+// powers of two, so that segments are easy to reuse. Untouched pages use no
+// memory, so the peak memory grows with the ops in flight.
 //
 // Thread-safe. The lock guards the sets of segments and their readers, but not
 // the rows in the segments.

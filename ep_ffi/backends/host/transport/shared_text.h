@@ -3,10 +3,10 @@
 // A text that other processes of this user can read, even while this process is
 // stopped or Python is blocked. `python -m ep stuck` reads the text.
 //
-// The memory is a sealed, anonymous memfd of mode 0600, which ends with the
-// process. A reader finds the memfd among the descriptors of the process in
-// /proc, which the kernel shows to the same user only. The layout of the memory
-// (all numbers have 64 bits):
+// The memory is a sealed, anonymous memfd of mode 0600, which the kernel frees
+// when the process ends. A reader finds the memfd among the descriptors of the
+// process in /proc, which the kernel shows to the same user only. The layout of
+// the memory (all numbers have 64 bits):
 //
 //   "ep_text1"
 //   the number n of written texts

@@ -18,8 +18,8 @@
 
 namespace ep::nccl::fake {
 
-// A clique: the ranks of a communicator. The n-th exchange of a rank meets the
-// n-th exchange of every other rank.
+// A clique: the ranks of a communicator. The n-th exchange of a rank is matched
+// with the n-th exchange of every other rank.
 //
 // Thread-safe; each rank calls from a separate thread. The lock guarantees that
 // an exchange is pending exactly until its last rank joins.

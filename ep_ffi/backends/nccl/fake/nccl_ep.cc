@@ -26,7 +26,7 @@ int64_t AlignmentOf(const ncclEpHandleConfig_t* config) {
   return std::max<int64_t>(config->dispatch_output_per_expert_alignment, 1);
 }
 
-// Returns the bytes of a handle: a routing and scratch memory.
+// Returns the size of a handle in bytes: a routing and scratch memory.
 int64_t BytesOf(const ncclEpGroup& group, int64_t num_topk) {
   const int64_t bytes =
       sizeof(Routing) +
@@ -111,7 +111,7 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
   contract.Require(TheMachine().device_api, "NCCL has no device API");
   RequireConfig(contract, *config, size,
                 nvlink_ranks > 0 ? nvlink_ranks : size);
-  // The name of the exchange has all settings, on which ranks must agree.
+  // The name of the exchange contains all settings, so that ranks must agree.
   std::vector<const ncclEpGroupConfig_t*> configs;
   uint64_t id = 0;
   if (!ExchangeAll(member,

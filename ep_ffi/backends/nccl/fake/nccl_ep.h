@@ -25,7 +25,7 @@ struct ncclEpGroup {
   uint64_t id;  // equal on all ranks
   std::atomic<int> num_handles{0};
 
-  // Returns the sizes of the group. The sizes of a routing stay zero.
+  // Returns the sizes of the group, with zero for the sizes of a routing.
   ep::PlanDims dims() const {
     ep::PlanDims dims = {};
     dims.num_experts = config.num_experts;
@@ -87,7 +87,7 @@ bool ExchangeAll(Member& member, const std::string& purpose, const T* mine,
   return true;
 }
 
-// Requires that the caller initialized a struct by the macro of its header.
+// Requires that the caller initialized a struct with the macro of the header.
 template <typename Struct>
 bool RequireStruct(Contract& contract, const std::string& name,
                    const Struct* given) {

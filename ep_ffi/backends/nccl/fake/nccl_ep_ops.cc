@@ -71,8 +71,8 @@ void CopyChoices(Contract& contract, const ncclEpGroup& group,
 
 using Routings = std::vector<const Routing*>;
 
-// Returns the layout of the ranks' routings, which must not be empty on `rank`.
-// `dims` has the sizes of the group, and gets the sizes of the routing.
+// Returns the layout of the ranks' routings. The routing of `rank` must not be
+// empty. Adds the sizes of the routing to `dims`, the sizes of the group.
 testing::Layout LayOut(const Routings& routings, int32_t rank, PlanDims* dims) {
   dims->num_tokens = routings[rank]->num_tokens;
   dims->top_k = routings[rank]->num_topk;
@@ -96,7 +96,7 @@ struct Transfer {
   float* out_weights;
 };
 
-// Writes the outputs of `rank`, without the rows past the used slots. Rounds
+// Writes the outputs of `rank`, except the rows past the used slots. Rounds
 // each sum once, unlike NCCL EP.
 void Run(Op op, const std::vector<const Transfer*>& ranks, int32_t rank,
          PlanDims dims, const testing::RowType& type) {
@@ -129,8 +129,8 @@ void Run(Op op, const std::vector<const Transfer*>& ranks, int32_t rank,
   std::copy_n(outputs.weights.begin(), weights, mine.out_weights);
 }
 
-// Runs ncclEpUpdateHandle on the stream. Takes a copy of the handle, because
-// the caller may destroy the handle before the stream runs the op.
+// Runs ncclEpUpdateHandle on the stream. Copies the handle, because the caller
+// may destroy the handle before the stream runs the op.
 void Update(const ncclEpHandle& handle, const Tensor& topk_idx) {
   Contract contract("ncclEpUpdateHandle");
   const ncclEpGroup& group = *handle.group;
@@ -162,7 +162,7 @@ bool IsZero(const ncclEpHandle& handle) {
                      [](std::byte byte) { return byte == std::byte{0}; });
 }
 
-// Writes nonzero bytes to a handle's scratch memory, other bytes at each call.
+// Writes nonzero bytes, different at each call, to a handle's scratch memory.
 void OverwriteScratch(const ncclEpHandle& handle) {
   static std::atomic<int> last{0};
   std::memset(handle.mem + handle.bytes - kScratchBytes, 1 + ++last % 255,

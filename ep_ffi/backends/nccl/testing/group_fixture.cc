@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kMaxRowBytes = 4096;
 
-// Receive rows of a group beyond the capacity of the tests' layers.
+// Receive rows that a group has beyond the capacity of the tests' layers.
 constexpr int64_t kMoreRows = 8;
 
 // Waits until threads left over from earlier tests destroy no more objects.

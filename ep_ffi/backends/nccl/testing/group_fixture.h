@@ -56,7 +56,7 @@ std::shared_ptr<Device> OpenDevice(int32_t ordinal);
 // A communicator that a rank borrows from the test, instead of from XLA.
 class Lent {
  public:
-  // Collective over the ranks of `id`.
+  // Collective over the ranks that share `id`.
   Lent(int32_t device, int32_t ep_size, int32_t rank, const std::string& id);
   ~Lent();
 
