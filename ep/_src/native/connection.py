@@ -40,7 +40,7 @@ class NativeConnection(backend.Connection):
 
   @property
   def closes_at_exit(self) -> bool:
-    # A group of one process has no waiting peers, and its programs complete.
+    # With one process, no peer waits, and programs complete without a close.
     has_peers = len(meshes.processes(self.group.mesh)) > 1
     return super().closes_at_exit or (not self._is_forked and has_peers)
 
@@ -119,7 +119,7 @@ class NativeConnection(backend.Connection):
       )
 
   def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
-    """Returns the op attributes for borrowed communicators: empty values."""
+    """Returns the op attributes that describe borrowed communicators."""
     del ctx
     return dict(lent_mesh=np.zeros(0, np.int64), lent_axis=np.int64(0))
 
@@ -161,7 +161,7 @@ def mesh_of_devices(name: str, mesh: Mesh) -> jax.sharding.Mesh:
 
 
 def _offsets(params: OpParams) -> tuple[int, int]:
-  """Returns where `kept` and the routing are in `EpHandle.mem`.
+  """Returns the byte offsets of `kept` and the routing in `EpHandle.mem`.
 
   `MemParts` of ep_ffi/handlers/op_call.h describes the buffer.
   """
