@@ -92,7 +92,7 @@ def _prepare(cuda: int, sm: str) -> tuple[str, str]:
 
 
 def find_nvcc(cuda: int) -> pathlib.Path:
-  """Returns the path of the user's nvcc, else a wheel's, else PATH's."""
+  """Returns the path of nvcc: the user's, else in a wheel, else in PATH."""
   for variable in ("NCCL_EP_JIT_NVCC", "NVCC"):
     if name := os.environ.get(variable):
       if path := shutil.which(name):
