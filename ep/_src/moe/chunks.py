@@ -143,7 +143,7 @@ def _in_chunks(
 
 @jax.custom_jvp
 def _summed_as(x: jax.Array, wide: jax.Array) -> jax.Array:
-  """Returns x, but gives its gradient to `wide`, a copy in a wider dtype."""
+  """Returns x; the gradient goes to `wide`, a copy of x in a wider dtype."""
   del wide
   return x
 
@@ -169,14 +169,14 @@ _FORWARD = (
 
 
 def _num_chunks(layer: EpLayerConfig, experts: Experts, num_tokens: int) -> int:
-  """Returns the number of chunks of a step that overflows; 1 if no step can.
+  """Returns the number of chunks if a step overflows; 1 if no step overflows.
 
   Raises:
     ValueError: a step may need several chunks, but not even one token fits, or
       the layer's experts do not support chunks.
   """
   capacity, local = layer.capacity_for(num_tokens), layer.num_local_experts
-  # Not negative: a capacity has at least `alignment` rows for each expert.
+  # `rows` >= 0, because C has at least `alignment` rows for each expert.
   rows = capacity - local * (layer.alignment - 1)
   chunk_tokens = rows // (layer.ep_size * min(layer.top_k, local))
   if num_tokens <= chunk_tokens:
@@ -302,7 +302,7 @@ class _Derivative:
     return out, [x for x, place in pairs if place is None]
 
   def gradients(self, kept: list[jax.Array], args: Any, ct: jax.Array) -> Any:
-    """Returns gradients of the first argument, given `kept` from `save`."""
+    """Returns gradients of the first argument, given the residuals `kept`."""
     given, others = jax.tree.leaves(args), iter(kept)
     leaves = [next(others) if i is None else given[i] for i in self._places]
     (grads,) = jax.tree.unflatten(self._tree, leaves)(ct)

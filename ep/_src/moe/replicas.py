@@ -36,7 +36,7 @@ from ep._src.ops.prepare import ep_prepare
 
 
 class Division(NamedTuple):
-  """The rows that each rank takes from its donor.
+  """The rows that each rank takes from its donor, a rank with too many rows.
 
   A donor's rows are numbered expert by expert, its largest expert first.
 
@@ -72,7 +72,7 @@ def divide(rows: jax.Array, limit: jax.Array | int, num_slots: int) -> Division:
   taken = jnp.maximum(limit - load, 0)[order].cumsum()
   taken = jnp.minimum(taken, given[-1])
   from_, to = jnp.append(0, taken)[rank], taken[rank]
-  # A donor that gives more than its excess takes rows from row `all_given` on.
+  # A donor that gives more than its excess takes excess rows of other donors.
   all_given = given[P - 1 - rank]
   i = jnp.searchsorted(taken, all_given).clip(max=P - 1)
   gives = load > limit
@@ -191,8 +191,8 @@ class Replicas:
         return ep_prepare(layer, ids)
 
     def of(x: jax.Array) -> jax.Array:
-      # The transpose of `vary_together` is a collective. In the loop, XLA:CPU
-      # would not order it and `ep_dispatch` (ep.assert_ordered_collectives).
+      # Not in the loop: the transpose of `vary_together` is a collective, which
+      # XLA:CPU would not order with dispatch (ep.assert_ordered_collectives).
       x, _ = compat.vary_together(x, self.copies)
       rows = -(-math.prod(x.shape[1:]) // hidden)
       num_parts = -(-rows // (most or rows))
