@@ -256,7 +256,7 @@ def is_partitioned(ctx: LoweringContext) -> bool:
 
 
 def run_once_in_remat(primitive: Primitive) -> None:
-  """Makes `jax.checkpoint` save the results of a primitive with any policy."""
+  """Makes `jax.checkpoint`, with any policy, save a primitive's results."""
 
   def rule(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
     del saveable

@@ -373,7 +373,7 @@ class LayerConfig:
     return int.from_bytes(digest[:8], "little") >> 1
 
   def worst_case(self, num_tokens: int) -> int:
-    """Returns the capacity that fits any routing of T = `num_tokens`."""
+    """Returns the least capacity for any routing of T = `num_tokens` tokens."""
     local = self.num_local_experts
     tokens = self.ep_size * num_tokens
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)

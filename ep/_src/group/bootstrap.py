@@ -299,7 +299,7 @@ class Sizes(TypedDict, total=False):
 
 @contextlib.contextmanager
 def _named_resize() -> Iterator[None]:
-  """Replaces "ep_bootstrap" by "ep_resize" in messages of errors."""
+  """Replaces "ep_bootstrap" by "ep_resize" in errors that the block raises."""
   try:
     yield
   except (ValueError, TypeError, RuntimeError) as e:

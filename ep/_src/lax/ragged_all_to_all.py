@@ -313,7 +313,7 @@ def _on_cpu(
   )
   examples = slices[0].ndim - 1  # the number of leading axes of a vmap
 
-  # sources, sizes, targets, expected: [..., source rank, target rank, slice].
+  # The four arrays below have shape [..., source rank, target rank, slice].
   every = gather(jnp.stack(list(map(arrays.int32, slices)), -1))
   ranks, *_, count, _ = every.shape
   every = jnp.moveaxis(every, 0, examples)

@@ -266,7 +266,7 @@ def run(
 def _place(
   index: Array, num_rows: int, num_columns: int, panel: int
 ) -> tuple[Array, Array]:
-  """Returns row and column of the block `index`, counted panel by panel."""
+  """Returns row and column of a block; `index` counts blocks panel by panel."""
   before = lax.div(index, num_rows * panel) * panel
   index -= before * num_rows
   columns = lax.min(jnp.int32(panel), num_columns - before)

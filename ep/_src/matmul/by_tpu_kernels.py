@@ -87,7 +87,7 @@ class _Visits(NamedTuple):
 
 
 def _visits(sizes: Array, num_blocks: int, height: int, least: int) -> _Visits:
-  """Returns the visits of slabs in order; each slab has at least `least`."""
+  """Returns the visits of slabs in order, at least `least` for each slab."""
   ends = jnp.cumsum(sizes, dtype=jnp.int32)
   starts = ends - sizes
   first = lax.div(starts, jnp.int32(height))
@@ -108,7 +108,7 @@ def _visits(sizes: Array, num_blocks: int, height: int, least: int) -> _Visits:
 def _products(
   sizes: Array, lefts: _Arrays, matrices: _Arrays, num_outs: int, axis: int
 ) -> list[Array]:
-  """Multiplies rows by matrices, summed over `axis` of each matrix.
+  """Multiplies rows by matrices; sums over `axis` of each matrix.
 
   Returns the product of one left operand with each matrix, or the sum of the
   products of pairs: `num_outs` arrays [C, n].
@@ -274,7 +274,7 @@ def _outer(sizes: Array, rows: Array, y: Array, dtype: jnp.dtype) -> Array:
   return out
 
 
-# The cores of a TPU may split the first axis of a grid.
+# The cores of a TPU may split the first axis of a Pallas grid.
 _PARAMS = pltpu.CompilerParams(
   dimension_semantics=("parallel", "arbitrary", "arbitrary")
 )
@@ -304,7 +304,7 @@ class _Part(NamedTuple):
 
   @property
   def when(self) -> Callable[[Callable[[], None]], None]:
-    """Decorates a function to run it if any of the rows is wanted."""
+    """Returns a decorator that runs a function if any row is wanted."""
     has_rows = (self.begin < self.rows.stop) & (self.end > self.rows.start)
     when: Callable[[Callable[[], None]], None] = pl.when(has_rows)
     return when

@@ -63,7 +63,7 @@ def row_map(
 
 
 def _kernel() -> Callable[..., Any]:
-  # Imported here, because it imports Pallas.
+  # Imported late, because tpu_row_map.py imports Pallas.
   from ep._src.matmul import tpu_row_map
 
   return tpu_row_map.map_rows

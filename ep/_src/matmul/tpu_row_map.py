@@ -17,11 +17,11 @@ import jax.numpy as jnp
 
 from ep._src.base import compat
 
-# The height of a block is a power of two in these bounds. 32 rows of any dtype
-# are whole tiles of VMEM.
+# The height of a block is a power of two between these bounds. 32 rows of any
+# dtype are whole tiles of VMEM.
 _HEIGHTS = 32, 512
-# Size of two buffers of each block. A TPU v5e has 16 MiB of VMEM, also for
-# intermediate values.
+# The most bytes for two buffers of each block. A TPU v5e has 16 MiB of VMEM,
+# which also holds intermediate values.
 _BUFFER_BYTES = 6 << 20
 
 

@@ -50,7 +50,7 @@ def write(
   start: jax.Array,
   inside: jax.Array | None = None,
 ) -> jax.Array:
-  """Writes `rows`, or only rows in the mask `inside`, from row `start` on."""
+  """Returns `buffer` with `rows`, or those in the mask `inside`, at `start`."""
   rows = _retyped(rows, buffer.dtype)
   if inside is not None:
     before = slice_rows(buffer, start, rows.shape[0])

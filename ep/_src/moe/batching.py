@@ -108,7 +108,7 @@ class Padding:
     return cls(lead, -math.prod(lead) % ranks)
 
   def add(self, array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
-    """Flattens [*lead, ...] to [tokens, ...], and appends tokens of `value`.
+    """Flattens [*lead, ...] to [tokens, ...]; appends tokens equal to `value`.
 
     The result is replicated; `View.call` splits it over the ranks.
     """

@@ -212,7 +212,7 @@ def _apply(
     weights = weights[:, None].astype(rows.dtype)
     return multiply(weights, *(params["b_" + n][:, None] for n in names))
 
-  # Hidden rows are as large as `products`, and cheap, so recompute them.
+  # Hidden rows are as large as `products`, but cheap to recompute: do not save.
   @jax.checkpoint
   def leave(products: Sequence[jax.Array]) -> list[jax.Array]:
     blocks = [*products]

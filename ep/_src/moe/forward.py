@@ -195,7 +195,7 @@ def _check(
 
 
 def _first_fault(ids: jax.Array, num_experts: int) -> jax.Array:
-  """Returns int32 [2], a fault and an id, as `errors.wrong_choice` takes."""
+  """Returns int32 [2], the fault and the expert for `errors.wrong_choice`."""
   K = ids.shape[1]
   is_wrong = (ids < -1) | (ids >= num_experts)
   is_earlier = arrays.iota(K) < arrays.iota(K)[:, None]

@@ -332,7 +332,7 @@ def measure(
     z_loss=_logit_size(logits, mask),
     entropy=_score_entropy(logits, mask),
   )
-  # In one vector of all sums, XLA would round differently in the local and the
+  # With one vector of sums, XLA would round differently in the local and the
   # global view. So a deterministic layer sums one array after another.
   psum = ordered_sum.ordered_psum if config.deterministic else _psum_once
   sums, of_terms = psum(

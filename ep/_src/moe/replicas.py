@@ -56,7 +56,7 @@ class Division(NamedTuple):
 
 
 def divide(rows: jax.Array, limit: jax.Array | int, num_slots: int) -> Division:
-  """Divides the rows [P, L] of experts, so that no rank exceeds `limit`.
+  """Divides rows [P, L] of experts among ranks, so that none exceeds `limit`.
 
   The fullest ranks give first, and the emptiest ranks take first. `given` and
   `taken` are cumulative sums in this order. A rank takes from the first donor
@@ -100,7 +100,7 @@ def divide(rows: jax.Array, limit: jax.Array | int, num_slots: int) -> Division:
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-  """The copies of a step, and the slots of a rank's choices.
+  """The copies of experts in a step, and the slots of a rank's choices.
 
   Attributes:
     layer: the configuration of the layer, whose group counts slots.
@@ -124,7 +124,7 @@ class Replicas:
     ids: jax.Array,
     placement: Placement | None,
   ) -> Replicas:
-    """Chooses copies for choices [..., K]. Collective over the EP domain."""
+    """Chooses copies for ids [..., K]. Collective over the EP domain."""
     ids = ids if placement is None else placement.slots_of(ids)
     E, S, P = config.num_experts, config.replica_slots, layer.ep_size
     L, me = E // P, lax.axis_index(layer.group.axis_name)
@@ -222,7 +222,7 @@ def _slots(
   position: jax.Array,
   num_slots: int,
 ) -> jax.Array:
-  """Returns slots [N] of choices, by their position among an expert's rows."""
+  """Returns slots [N] of choices, given `position` among an expert's rows."""
   P, L = rows.shape
   load = rows.sum(1, dtype=jnp.int32)
   base = load.cumsum() - load  # rows of all ranks are numbered consecutively

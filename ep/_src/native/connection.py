@@ -30,7 +30,7 @@ os.register_at_fork(after_in_child=_released.clear)
 
 
 class NativeConnection(backend.Connection):
-  """A connection to a native library's group of the same name."""
+  """A connection to a group in a native library; both have the same name."""
 
   has_trace = True
 
@@ -191,7 +191,7 @@ def _prepared(params: OpParams, mem: jax.Array) -> list[jax.Array]:
 
 
 def _place(group: GroupConfig) -> jax.Array:
-  """Returns this rank's index in all domains, and along the data axes.
+  """Returns this rank's index among all domains' ranks, and along data axes.
 
   The native group knows each rank's device, so the group refuses a program
   whose mesh has another order of devices.

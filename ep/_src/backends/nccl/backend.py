@@ -231,7 +231,7 @@ class NcclConnection(connection.NativeConnection):
 
 
 def _communicator() -> str:
-  """Returns the communicators to use, "own" or "xla", from the environment."""
+  """Returns which communicators the environment selects, "own" or "xla"."""
   value = os.environ.get(_COMMUNICATOR) or "own"
   if value not in ("own", "xla"):
     raise ValueError(

@@ -129,7 +129,7 @@ def _find(runfile: str, packaged: tuple[str, str]) -> pathlib.Path | None:
 def _default(
   variable: str, ours: pathlib.Path | None, what: str, package: str
 ) -> pathlib.Path:
-  """Sets an environment variable to `ours` if unset, and returns its folder."""
+  """Sets `variable` to `ours` if it is unset; returns the variable's folder."""
   folder = pathlib.Path(os.environ.get(variable) or ours or "")
   if not (folder.name and folder.exists()):
     raise _error(

@@ -35,7 +35,7 @@ class XlaBackend(Backend):
 
 
 class XlaConnection(Connection):
-  """A connection that lowers ops to XLA's collectives; its state is a trace."""
+  """A connection through XLA's collectives; its only state is a trace."""
 
   def __init__(self, group: GroupConfig):
     super().__init__(group)

@@ -54,12 +54,12 @@ def to_choices(
 
 
 def _bucket(dims: Dims) -> int:
-  """Returns B, the rows of the longest possible stream."""
+  """Returns B, the number of rows of the longest possible stream."""
   return min(dims.T * min(dims.K, dims.L), dims.C)
 
 
 def _no_code(dims: Dims) -> int:
-  """Returns the code of a row that is not sent."""
+  """Returns the code that marks rows that are not sent."""
   return dims.P * _bucket(dims)
 
 
@@ -70,7 +70,7 @@ def _in_stream(dims: Dims, plan: Plan) -> jax.Array:
 
 
 def _codes_of_slots(dims: Dims, plan: Plan) -> jax.Array:
-  """Returns the code of the row of each slot, int32 [C]."""
+  """Returns, for each slot, the code of its row, int32 [C]."""
   # The slices in the order of their slots: by expert, then by source.
   by_slot = iota(dims.E).reshape(dims.P, dims.L).T.reshape(-1)
   start = take(plan.slots.start, by_slot)
@@ -83,7 +83,7 @@ def _codes_of_slots(dims: Dims, plan: Plan) -> jax.Array:
 
 
 def _slots_of_rows(dims: Dims, plan: Plan) -> jax.Array:
-  """Returns the slot of the row of each code, int32 [P * B]."""
+  """Returns, for each code, the slot of its row, int32 [P * B]."""
   B = _bucket(dims)
   start = _in_stream(dims, plan).clip(max=B) + B * iota(dims.P)[:, None]
   start, codes = start.reshape(-1), iota(dims.P * B)
@@ -92,7 +92,7 @@ def _slots_of_rows(dims: Dims, plan: Plan) -> jax.Array:
 
 
 def _codes_of_choices(dims: Dims, plan: Plan) -> jax.Array:
-  """Returns the code of the row of each choice, int32 [K * T]."""
+  """Returns, for each choice, the code of its row, int32 [K * T]."""
   place = plan.place.reshape(dims.T, dims.K).T.reshape(-1)
   start = plan.choices.start[:: dims.L]
   rank = _last_at_most(start, place)

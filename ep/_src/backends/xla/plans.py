@@ -222,7 +222,7 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def div(x: jax.Array, n: int) -> jax.Array:
-  """Returns `x // n` of int32 >= 0, in one instruction."""
+  """Returns `x // n` for int32 `x` >= 0, in one instruction."""
   return lax.div(x, np.int32(n))
 
 
