@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import sys
 
-# Maps each command to the module whose `main(args)` runs it, and its help text.
+# For each command: the module whose `main(args)` runs it, and the help text.
 _COMMANDS = {
   "check": ("ep._tools.check", "print versions and usable backends"),
   "explain": ("ep._tools.trace.explain", "say why a trace's steps are slow"),

@@ -105,7 +105,7 @@ DEEPSEEK_V4_FLASH = MoEConfig(
   scale=1.5,
 )
 
-# Flash with the sizes in deepseek4-1600b.yml of MaxText, at bac1cfa.
+# DeepSeek-V4-Flash, but sizes from deepseek4-1600b.yml of MaxText, at bac1cfa.
 DEEPSEEK_V4_PRO = dataclasses.replace(
   DEEPSEEK_V4_FLASH,
   hidden=7168,

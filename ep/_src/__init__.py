@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementation; tests/repository/layout_test.py lists its layers."""
+"""The code of ep; tests/repository/layout_test.py lists its layers."""

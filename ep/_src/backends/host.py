@@ -39,7 +39,7 @@ class HostBackend(Backend):
     mesh = connection.mesh_of_devices("host", group.mesh)
     listener: socket.socket
     with contextlib.ExitStack() as stack:
-      # If `introduce` raises, `join` fails on all processes.
+      # `join` calls `introduce`, and fails on all processes if it raises.
       def introduce() -> dict[str, Any]:
         ffi.library("host")
         nonlocal listener

@@ -22,7 +22,7 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 
-# Packages whose stack frames `warn` skips. JAX and contextlib call ep.
+# `warn` skips stack frames of these packages, to find a line of user code.
 _NOT_OF_USERS = ("ep", "jax", "contextlib")
 
 
@@ -43,7 +43,7 @@ def check_choices(what: str, values: Any, **choices: Any) -> None:
 
 
 def integer(what: str, name: str, value: Any) -> int:
-  """Returns `value` as an int; raises for bools and beyond 32 bits."""
+  """Returns `value` as an int; refuses bools and ints of more than 32 bits."""
   try:
     if isinstance(value, bool):
       raise TypeError
@@ -60,7 +60,7 @@ def integer(what: str, name: str, value: Any) -> int:
 
 
 def seconds(what: str, name: str, value: Any) -> float:
-  """Returns `value` as a float: a positive, perhaps infinite, duration."""
+  """Returns `value`, positive seconds or infinity, as a float."""
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
     raise wrong_type(what, name, value, "a number of seconds")
   result = float(value)
@@ -109,7 +109,7 @@ def capacity_factor(what: str, value: Any) -> float:
 
 
 def flag(what: str, name: str, value: Any) -> bool:
-  """Returns a bool of Python or NumPy as a `bool`."""
+  """Returns a Python or NumPy bool as a Python bool."""
   if not isinstance(value, bool | np.bool_):
     raise wrong_type(what, name, value, "True or False")
   return bool(value)
@@ -158,7 +158,7 @@ def strings(what: str, name: str, value: Any) -> tuple[str, ...]:
 
 
 def cannot_pickle(what: str, cure: str) -> TypeError:
-  """Returns the error of pickling an object that belongs to this process."""
+  """Returns the error for pickling an object that only this process can use."""
   return TypeError(
     f"{what} cannot be pickled, nor sent to another process: it belongs to the"
     f" connections of this one; {cure}."
@@ -174,7 +174,7 @@ def warn(message: str) -> None:
 
 
 def wrong_type(what: str, name: str, value: Any, expected: str) -> TypeError:
-  """Returns the error of an argument that has another type than `expected`."""
+  """Returns the error for an argument whose type is not `expected`."""
   return TypeError(
     f"{what}: {name} = {value!r} is a {type(value).__name__}, but {expected} is"
     " expected."

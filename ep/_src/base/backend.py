@@ -36,7 +36,7 @@ _CACHED = 256
 
 
 class CannotServe(ValueError):
-  """The error of a backend that cannot serve a mesh; another backend may."""
+  """The error if a backend cannot serve a mesh, but another backend might."""
 
 
 class GroupMemory(NamedTuple):
@@ -84,7 +84,7 @@ class OpParams:
 
 
 class Connection:
-  """A process's connection to a group's ranks, which lowers the group's ops.
+  """A process's connection to the ranks of a group; lowers the group's ops.
 
   `Backend.connect` makes a connection on each process of the mesh. The
   connection is open until `close`, or until `release`, which Python calls when
@@ -195,13 +195,13 @@ class Connection:
     self._is_traced = True
 
   def stop_trace(self) -> None:
-    """Ends the trace, if one is on, and writes this process's records."""
+    """Stops the trace, if one is on, and writes this process's records."""
     if self._is_open and self._is_traced:
       self._is_traced = False
       self._stop_trace()
 
   def _start_trace(self, part: str) -> None:
-    """Starts to record ops for the file `part`, which has a first line."""
+    """Starts to record ops in the file `part`, after its first line."""
     raise NotImplementedError
 
   def _stop_trace(self) -> None:
@@ -217,7 +217,7 @@ class Connection:
       self.close()
 
   def release(self) -> None:
-    """Closes the connection once no program uses it, but not in a fork."""
+    """Closes the connection once no program uses it. Does nothing in a fork."""
     if self.is_open:
       _open.pop(self.group.name, None)
       self._cached.cache_clear()
@@ -257,7 +257,7 @@ class Connection:
   def lower(
     self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
-    """Lowers `op`, one of the five `OPS`, to values of the module in `ctx`.
+    """Lowers `op`, one of `OPS`, in the module of `ctx`; returns the results.
 
     Operands and results have the shapes of one rank. "ep_combine" has a third
     operand, the weights, if the user passed them and the connection `weighs`.
@@ -304,7 +304,7 @@ class Backend:
     return ""
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
-    """Connects the ranks of a group, which `check_mesh` has accepted.
+    """Connects the ranks of a group whose mesh `check_mesh` has accepted.
 
     Collective over the processes of the mesh. The caller closes the connection,
     whose `group` may resolve more defaults. The backend calls `join` once,
@@ -319,7 +319,7 @@ class Backend:
     raise NotImplementedError
 
 
-# This process's connections that are neither closed nor released, by name.
+# This process's open and unreleased connections, by the name of the group.
 _open: dict[str, Connection] = {}
 
 

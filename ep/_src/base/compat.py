@@ -61,7 +61,7 @@ def in_a_program() -> bool:
 
 
 def compiler_options() -> dict[str, str]:
-  """Returns the options of JAX that change how XLA compiles a program."""
+  """Returns the JAX options that change how XLA compiles a program."""
   words = "optimization", "fitting", "effort", "remat_pass", "shardy"
   return {
     name: str(value)
@@ -233,7 +233,7 @@ def local_device(ctx: LoweringContext) -> jax.Device | None:
 
 
 def leaves_axes_automatic(ctx: LoweringContext) -> bool:
-  """Returns whether the `shard_map` has Auto axes, so cannot call Python."""
+  """Returns whether the `shard_map` cannot call Python because of Auto axes."""
   context = ctx.module_context.axis_context
   if not isinstance(context, mlir.SPMDAxisContext):
     return False
@@ -256,7 +256,7 @@ def is_partitioned(ctx: LoweringContext) -> bool:
 
 
 def run_once_in_remat(primitive: Primitive) -> None:
-  """Makes `jax.checkpoint` save the results of a primitive with any policy."""
+  """Makes `jax.checkpoint`, with any policy, save a primitive's results."""
 
   def rule(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
     del saveable

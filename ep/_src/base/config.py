@@ -166,7 +166,7 @@ class GroupConfig:
 
   @property
   def program_text(self) -> str:
-    """The text of the fields on which compiled programs of the group depend.
+    """The fields on which the group's compiled programs depend, as text.
 
     An exported program contains its group's name and this text. A live group
     of the same name refuses the program if its text differs.
@@ -256,7 +256,7 @@ class LayerConfig:
       self.capacity_factor is None and group.recv_capacity_per_rank is not None
     ):
       inherit("recv_capacity_per_rank", self.rows_for(most))
-    # C must fit an aligned slab per local expert, or a smaller worst case.
+    # The least C: an aligned slab per local expert, at most the worst case.
     least = min(group.num_local_experts * self.alignment, worst_case)
     rows = self.capacity_for(most)
     check(
@@ -268,7 +268,7 @@ class LayerConfig:
     )
 
   def __repr__(self) -> str:
-    """Returns the names of layer and group, top_k, and values not inherited."""
+    """Shows the layer's and group's names, top_k, and values not inherited."""
     others = dataclasses.fields(LayerConfig)[1:-1]
     defaults = {f.name: getattr(self.group, f.name, f.default) for f in others}
     values = {name: getattr(self, name) for name in defaults}
@@ -348,7 +348,7 @@ class LayerConfig:
     )
 
   def rule(self, is_weighted: bool) -> str:
-    """Returns the rule for keeping choices: "slot", "weight" or "fair".
+    """Returns the rule that picks the kept choices: "slot", "weight" or "fair".
 
     Returns "slot" if `overflow` drops nothing. Otherwise returns `drop_by`,
     whose default is "fair" with weights and "slot" without.
@@ -373,7 +373,7 @@ class LayerConfig:
     return int.from_bytes(digest[:8], "little") >> 1
 
   def worst_case(self, num_tokens: int) -> int:
-    """Returns the capacity that fits any routing of T = `num_tokens`."""
+    """Returns the least capacity for any routing of T = `num_tokens` tokens."""
     local = self.num_local_experts
     tokens = self.ep_size * num_tokens
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)

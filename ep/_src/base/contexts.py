@@ -48,7 +48,7 @@ def is_checked() -> bool:
 
 
 def tail(asked: str) -> str:
-  """Returns how ops traced here fill the rows past the last slab.
+  """Returns how ops that JAX traces now fill the rows past the last slab.
 
   An unspecified tail is NaN in checked mode, and zero under jax_debug_nans and
   jax_debug_infs, because JAX would fail ops that return a NaN. JAX does not
@@ -64,9 +64,9 @@ in_trace = jax.make_user_context(
   default_value=os.environ.get("EP_TRACE", "") != ""
 )
 
-# The trace callback: None, or a hashable function that `ep_prepare` calls with
-# each routing that JAX traces: `f(layer, topk_idx, topk_weights, leaves)`. The
-# arrays are of one rank; `topk_weights` may be None; `leaves` are the leaves of
-# the handle. The callback returns the leaves. A program that uses a leaf also
-# runs the callback's effects.
+# The trace callback: None, or a hashable function f. Whenever JAX traces an
+# `ep_prepare`, the op calls `f(layer, topk_idx, topk_weights, leaves)` with one
+# rank's routing. `topk_weights` may be None; `leaves` are the arrays of the
+# `EpHandle`. f returns `leaves`. A program that uses a returned leaf also runs
+# the effects of f.
 trace_callback = jax.make_user_context(default_value=None)

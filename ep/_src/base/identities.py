@@ -15,7 +15,7 @@ _Tree = TypeVar("_Tree")
 
 
 def keep_routing(x: _Tree) -> _Tree:
-  """Returns x, and makes `jax.checkpoint` save x with any policy.
+  """Returns x; makes `jax.checkpoint`, with any policy, save x.
 
   A router that ran again in the backward pass could choose other experts: XLA
   keeps some bfloat16 values in float32 where it fuses operations, and rounds

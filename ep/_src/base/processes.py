@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that tell a launcher the states of its ranks; process namespaces.
+"""Tells a launcher the states of its ranks, by files; identifies namespaces.
 
 The launcher sets EP_LAUNCH_STATE to a path. When a rank reaches a state, the
 rank writes the time to the file `<path>.<state>`:
@@ -21,7 +21,7 @@ VARIABLE = "EP_LAUNCH_STATE"
 
 
 def tell(state: str) -> None:
-  """Tells the launcher of this process, if any, that it reached `state`."""
+  """Tells the launcher, if there is one, that this process reached `state`."""
   if path := os.environ.get(VARIABLE):
     # OSError: the file exists already, or the launcher has terminated.
     with contextlib.suppress(OSError), open(f"{path}.{state}", "x") as file:

@@ -19,7 +19,7 @@ def names(module: dict[str, Any]) -> list[str]:
   for value in map(module.__getitem__, found):
     if getattr(value, "__module__", "").startswith(private):
       if isinstance(value, type):
-        # Evaluate text annotations before the value of `__module__` changes.
+        # Text annotations can only be evaluated with the old `__module__`.
         hints = get_type_hints(value)
         value.__annotations__ = {n: hints[n] for n in value.__annotations__}
       value.__module__ = module["__name__"]

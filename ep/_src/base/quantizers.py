@@ -206,7 +206,7 @@ def _largest(blocks: jax.Array) -> jax.Array:
 
 
 def _nearest(ratios: jax.Array) -> jax.Array:
-  """Returns the bits of the float8_e4m3fn nearest to float32 in [0, 448].
+  """Returns the bits of the float8_e4m3fn nearest to each ratio in [0, 448].
 
   From 2^-6 on, the float8 bits are the rounded upper bits of the float32, minus
   a constant; a carry increments the exponent. Below 2^-6, float8 has the

@@ -29,8 +29,8 @@ from ep._src.native import ffi
 # Prefixes of the XLA flags that do not change the compiled program.
 _HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_")
 
-# Counters of bootstraps, meetings, and files of one name. The keys include the
-# set of processes, and all processes of a set count equally.
+# Counters of bootstraps, meetings and equal file names. Each key identifies a
+# set of processes, and all processes of the set have the same count.
 _serials: collections.defaultdict[str, itertools.count[int]]
 _serials = collections.defaultdict(itertools.count)
 
@@ -61,7 +61,7 @@ def file_name(group: GroupConfig) -> str:
 
 
 def _ending(members: Sequence[int]) -> str:
-  """Returns a name's suffix for a group that lacks some processes, or ""."""
+  """Returns a name suffix that identifies `members`; "" for all processes."""
   if len(members) == jax.process_count():
     return ""
   return f"@{digest(members)}"

@@ -53,11 +53,11 @@ _MODEL_AXES = {"mp", "model", "pipe", "pp", "stage", "tensor", "tp"}
 _logger = logging.getLogger("ep")
 
 
-# Python runs this exit handler before JAX's, because JAX was imported earlier.
-# JAX's exit handlers may wait for peers that wait for this process.
+# Python runs this exit handler before the handlers of JAX, which was imported
+# earlier. JAX's handlers may wait for peers that wait for this process.
 @atexit.register
 def _close_all() -> None:
-  """Closes groups that have peers or a trace, once their programs have ended.
+  """Waits for the programs of groups with peers or a trace; closes the groups.
 
   After an uncaught exception, closes without a wait: peers fail immediately.
   """
@@ -72,7 +72,7 @@ def _close_all() -> None:
         ending.wait_for_programs("ep", groups + released())
   except Exception as e:
     print(f"At exit: {e}", file=sys.stderr)
-    # Without this call, Python might exit with the code 0.
+    # Python ignores errors in exit handlers, and might exit with code 0.
     ending.exit_now(ending.exit_code())
 
 
@@ -81,7 +81,7 @@ def _check(group: GroupConfig) -> Backend:
   chosen = BACKENDS[group.backend]
   chosen.check_mesh(group.mesh, group.axis_name)
   try:
-    # top_k = 1 needs the fewest rows.
+    # If top_k is None, check sizes for top_k = 1, which needs the fewest rows.
     LayerConfig(group, top_k=1 if group.top_k is None else group.top_k)
   except ValueError as e:
     raise ValueError(
@@ -105,7 +105,7 @@ def _connect(group: GroupConfig) -> EpGroup:
 
 
 def _trace(connection: Connection, folder: pathlib.Path) -> None:
-  """Starts a trace of a group, until its close, to a file in `folder`."""
+  """Starts to trace a group into a file in `folder`, until the group closes."""
   if not connection.has_trace:
     _logger.warning(
       'EP_TRACE: the group "%s" has no devices', connection.group.name
@@ -253,7 +253,7 @@ def ep_bootstrap(
     timeout_s=timeout_s,
     exit_after_s=exit_after_s,
   )
-  # A default name takes a serial number, but only if the arguments are valid.
+  # Invalid arguments must not use up a serial number for a default name.
   group = dataclasses.replace(group, name=agreement.group_name(mesh, name))
   return _connect(group) if backend else _connect_by_platform(group)
 
@@ -299,7 +299,7 @@ class Sizes(TypedDict, total=False):
 
 @contextlib.contextmanager
 def _named_resize() -> Iterator[None]:
-  """Replaces "ep_bootstrap" by "ep_resize" in messages of errors."""
+  """Replaces "ep_bootstrap" by "ep_resize" in errors that the block raises."""
   try:
     yield
   except (ValueError, TypeError, RuntimeError) as e:

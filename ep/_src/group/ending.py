@@ -23,7 +23,7 @@ _POLL_S = 0.005
 
 
 def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
-  """Waits until all programs that this process has launched have ended.
+  """Waits until all programs that this process has launched have finished.
 
   A program may end with an error, and Python may have deleted its results. But
   a device runs the programs of a thread in order, so this function launches one
@@ -58,7 +58,7 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
 
 
 def take_over() -> None:
-  """Installs hooks for the end of this process, which is one of several ranks.
+  """Installs hooks that run when this process, one of several ranks, exits.
 
   An uncaught exception terminates the process immediately. The process tells
   its launcher before other ranks can notice, so that the launcher knows which
@@ -85,7 +85,7 @@ def take_over() -> None:
 
 
 def exit_code() -> int:
-  """Returns the code of the last `sys.exit` if it is a failure, otherwise 1."""
+  """Returns the last code passed to `sys.exit` if it means failure, else 1."""
   status = getattr(sys.exit, "status", None)
   return status if isinstance(status, int) and status else 1
 

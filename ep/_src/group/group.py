@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EpGroup and EpLayerConfig: the static values of a program."""
+"""EpGroup and EpLayerConfig: a group of ranks, and a layer's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class _Held(Generic[_T]):
-  """An attribute with the value of the same attribute of `self.config`."""
+  """A descriptor that reads the attribute of the same name in `self.config`."""
 
   def __set_name__(self, owner: type, name: str) -> None:
     self._name = name
@@ -116,7 +116,7 @@ class EpGroup(NotCopied):
     return self.connection.memory()
 
   def waited(self) -> float:
-    """Returns the seconds that a rank has waited for its peers, in traces.
+    """Returns the seconds that a rank has waited for peers during traces.
 
     The time increases while `ep.trace` is on, or with EP_TRACE; a dashboard can
     show the increase in each step. The time is a mean over the ranks of this
@@ -137,7 +137,7 @@ class EpGroup(NotCopied):
 
   def __exit__(self, exc_type: Any, *exc: Any) -> None:
     if exc_type is not None:
-      # Raise only the exception of the block, not another one of `close`.
+      # The block raised an exception: `close` must not raise another one.
       with contextlib.suppress(ValueError, RuntimeError):
         return self.connection.close()
     try:

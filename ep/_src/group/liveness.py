@@ -49,14 +49,14 @@ def _key(process: int | str) -> str:
 
 
 def _lives(published: str) -> bool:
-  """Returns False if a process with this identity is known to have ended."""
+  """Returns False if the process with this identity is known to be dead."""
   theirs = json.loads(published)
   is_near = theirs.get("namespace") == processes.namespace() and theirs
   return not is_near or _start(theirs["pid"]) == theirs["start"]
 
 
 def _start(pid: int) -> int | None:
-  """Returns the start time of a process, in clock ticks; None if it has ended.
+  """Returns a process's start time, in clock ticks; None if it terminated.
 
   The system reuses process ids, so an id and a start identify a process.
   """

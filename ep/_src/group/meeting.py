@@ -67,7 +67,7 @@ class Meeting:
     introduction: Mapping[str, Any],
     domain: int,
   ) -> dict[int, dict[str, Any]]:
-    """Runs the meeting, and returns the domain's introductions, or {}.
+    """Runs the meeting; returns the domain's introductions, or {} if none.
 
     Raises:
       ValueError: on all processes, if their terms differ.
@@ -89,7 +89,7 @@ class Meeting:
     self._set(f"digest/{self.me}", dict(terms=digest([*terms.items()])))
 
   def settle(self, terms: Mapping[str, str]) -> None:
-    """Waits until all processes have published; raises the errors of `hold`."""
+    """Waits until all processes have published terms; raises as `hold` does."""
     if self._is_first:
       verdict = self._judge(terms)
       self._set("verdict", verdict)
@@ -100,7 +100,7 @@ class Meeting:
       raise error(f"{self.what}: {verdict['text']}")
 
   def introductions(self, domain: int) -> dict[int, dict[str, Any]]:
-    """Returns the introductions of a domain, after `settle`."""
+    """Returns the introductions of a domain. Call it after `settle`."""
     return dict(sorted(self._get(f"introduction/{domain}").items()))
 
   def delete(self, folders: Sequence[str]) -> None:

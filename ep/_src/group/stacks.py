@@ -25,7 +25,7 @@ import signal
 
 @functools.cache
 def offer() -> None:
-  """Makes a signal write Python's stacks; only on Linux, and if unused."""
+  """Makes an unused signal write Python's stacks; does so only on Linux."""
   if not hasattr(os, "memfd_create"):
     return  # not Linux
   number = signal.SIGRTMAX - 7

@@ -273,7 +273,7 @@ def _on_others(
   back: bool,
   **axis: Any,
 ) -> list[jax.Array]:
-  """Lowers the op to JAX's op, which overwrites rows and does not add."""
+  """Lowers the op to JAX's op, which overwrites rows and never adds them."""
 
   def move(
     operand: jax.Array,
@@ -313,7 +313,7 @@ def _on_cpu(
   )
   examples = slices[0].ndim - 1  # the number of leading axes of a vmap
 
-  # sources, sizes, targets, expected: [..., source rank, target rank, slice].
+  # The four arrays below have shape [..., source rank, target rank, slice].
   every = gather(jnp.stack(list(map(arrays.int32, slices)), -1))
   ranks, *_, count, _ = every.shape
   every = jnp.moveaxis(every, 0, examples)
@@ -364,7 +364,7 @@ def _take(
   dtype: jnp.dtype,
   adds: bool,
 ) -> jax.Array:
-  """Writes slices of all ranks' `rows` [P, N, ...] to `output`; both are bits.
+  """Writes slices of all ranks' `rows` [P, N, ...], as bits, to `output`.
 
   Slice k of K has size[k] rows. It starts at row there[k] of rank k // (K / P),
   and is written to `output` from row here[k] on. Where slices overlap, the last
@@ -373,7 +373,7 @@ def _take(
   at = arrays.iota(len(output))
 
   def before(k: jax.Array | int) -> Any:
-    """Returns the last slice before k that writes each row, or -1."""
+    """Returns, for each row, the last slice before k that writes it, or -1."""
 
     def step(i: jax.Array, last: jax.Array) -> jax.Array:
       place = at - here[i]

@@ -266,7 +266,7 @@ def run(
 def _place(
   index: Array, num_rows: int, num_columns: int, panel: int
 ) -> tuple[Array, Array]:
-  """Returns row and column of the block `index`, counted panel by panel."""
+  """Returns row and column of a block; `index` counts blocks panel by panel."""
   before = lax.div(index, num_rows * panel) * panel
   index -= before * num_rows
   columns = lax.min(jnp.int32(panel), num_columns - before)
@@ -274,7 +274,7 @@ def _place(
 
 
 def _start(index: Array, size: int, length: int) -> Array:
-  """Returns the start of block `index`; the last block ends with the array."""
+  """Returns the start of a block; the last block ends where the array ends."""
   start = lax.min(index * size, jnp.int32(length - size))
   return pl.multiple_of(start, 64)
 
@@ -358,7 +358,7 @@ def _pipeline(
 def _store(
   values: Array, out: Any, rows: tuple[Any, Any, Any], column: Array
 ) -> None:
-  """Writes the rows `begin` to `end` of a block, with a copy per power of two.
+  """Writes the rows `begin` to `end` of a block, in copies of 2^i rows each.
 
   The number of rows of a copy is static.
   """

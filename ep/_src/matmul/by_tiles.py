@@ -184,7 +184,7 @@ class _Tile:
 
 
 class _Tiles:
-  """All tiles of consecutive slabs of `sizes` rows, the first at `start`."""
+  """The tiles of slabs of `sizes` rows; the first slab begins at `start`."""
 
   def __init__(self, start: Array | int, sizes: Array, num_rows: int):
     self._num_rows = num_rows

@@ -37,12 +37,12 @@ from ep._src.matmul.unwritten_rows import cut
 
 _Arrays = Sequence[Array]
 
-# Tiles: rows, elements of the other axis of rows, and columns.
+# Candidate tiles: rows, columns of the left operand, columns of the result.
 _TILES = [*itertools.product((1024, 512, 256), (1024, 512, 256), (1024, 512))]
-# TPU v5e has 16 MiB of VMEM, the least of all. Two buffers of each operand and
-# result take at most so many bytes, with the float32 sums.
+# The most bytes for two buffers of each operand and result, and float32 sums.
+# TPU v5e has the least VMEM of all TPUs, 16 MiB.
 _VMEM = 14 << 20
-# A kernel skips parts of a block, of so many rows, without rows of the segment.
+# Rows of a part of a block. A kernel skips parts without rows of the segment.
 _PART = 128
 
 
@@ -87,7 +87,7 @@ class _Visits(NamedTuple):
 
 
 def _visits(sizes: Array, num_blocks: int, height: int, least: int) -> _Visits:
-  """Returns the visits of slabs in order; each slab has at least `least`."""
+  """Returns the visits of slabs in order, at least `least` for each slab."""
   ends = jnp.cumsum(sizes, dtype=jnp.int32)
   starts = ends - sizes
   first = lax.div(starts, jnp.int32(height))
@@ -108,7 +108,7 @@ def _visits(sizes: Array, num_blocks: int, height: int, least: int) -> _Visits:
 def _products(
   sizes: Array, lefts: _Arrays, matrices: _Arrays, num_outs: int, axis: int
 ) -> list[Array]:
-  """Multiplies rows by matrices, summed over `axis` of each matrix.
+  """Multiplies rows by matrices; sums over `axis` of each matrix.
 
   Returns the product of one left operand with each matrix, or the sum of the
   products of pairs: `num_outs` arrays [C, n].
@@ -146,7 +146,7 @@ def _products(
       for s in sums:
         s[...] = jnp.zeros_like(s)
 
-    # A tile that exceeds the summed axis has undefined values there.
+    # Where a tile exceeds the summed axis, its values are undefined.
     left = k - step * tk if k % tk else None
     for part in _parts(height, begin[visit], end[visit]):
 
@@ -274,7 +274,7 @@ def _outer(sizes: Array, rows: Array, y: Array, dtype: jnp.dtype) -> Array:
   return out
 
 
-# Cores may divide the first axis of a grid.
+# The cores of a TPU may split the first axis of a Pallas grid.
 _PARAMS = pltpu.CompilerParams(
   dimension_semantics=("parallel", "arbitrary", "arbitrary")
 )
@@ -285,7 +285,7 @@ def _tile(
   vmem: Callable[[int, int, int], int],
   traffic: Callable[[int, int, int], int],
 ) -> tuple[int, int, int]:
-  """Returns the tile of least traffic that fits into VMEM.
+  """Returns the tile with the least memory traffic that fits into VMEM.
 
   `sizes` are the sizes of the three axes; a tile exceeds none by much.
   """
@@ -296,7 +296,7 @@ def _tile(
 
 
 class _Part(NamedTuple):
-  """Rows of a block, of which `begin` to `end` of the block are wanted."""
+  """Some rows of a block; only the block's rows `begin` to `end` are wanted."""
 
   rows: Any
   begin: Any
@@ -304,13 +304,13 @@ class _Part(NamedTuple):
 
   @property
   def when(self) -> Callable[[Callable[[], None]], None]:
-    """Decorates a function to run it if any of the rows is wanted."""
+    """Returns a decorator that runs a function if any row is wanted."""
     has_rows = (self.begin < self.rows.stop) & (self.end > self.rows.start)
     when: Callable[[Callable[[], None]], None] = pl.when(has_rows)
     return when
 
   def of(self, block: Any) -> Array:
-    """Returns the rows of a block, with zeros in the place of unwanted rows."""
+    """Returns these rows of a block, with zeros for unwanted rows."""
     values = block[self.rows, :]
     row = lax.broadcasted_iota(jnp.int32, values.shape, 0) + self.rows.start
     return _kept((row >= self.begin) & (row < self.end), values)
@@ -322,14 +322,14 @@ def _parts(height: int, begin: Any, end: Any) -> list[_Part]:
 
 
 def _cut(x: Array, axis: int, bound: Any) -> Array:
-  """Returns `x` with zeros from index `bound` of an axis on."""
+  """Returns `x` with zeros at indices >= `bound` of `axis`."""
   if bound is None:
     return x
   return _kept(lax.broadcasted_iota(jnp.int32, x.shape, axis) < bound, x)
 
 
 def _kept(mask: Array, x: Array) -> Array:
-  # TPU v5e selects among values of 32 bits.
+  # TPU v5e can only select between 32-bit values.
   return jnp.where(mask, x.astype(jnp.float32), 0).astype(x.dtype)
 
 

@@ -39,7 +39,7 @@ from ep._src.base.compat import ad
 from ep._src.matmul import by_ragged_dot, by_tiles, on_cuda, on_tpu
 from ep._src.native import ffi
 
-# The arguments of T, as positions in the triple of lists [X], Ws, Ys.
+# Positions of rows X, matrices W and outputs Y in the triple [X], Ws, Ys.
 _ROWS, _MATRICES, _OUTS = range(3)
 _Triple = list[list[Any]]
 

@@ -160,7 +160,7 @@ def _why_not(device: Any, run: Callable[..., Any], *types: Any) -> str | None:
   """Compiles `run` for a device; returns why this fails, or None."""
   sharding = jax.sharding.SingleDeviceSharding(device)
   operands = [jax.ShapeDtypeStruct(*t, sharding=sharding) for t in types]
-  # Another thread has none of JAX's contexts of the program being lowered.
+  # Compile in another thread, without JAX's contexts of the current lowering.
   with futures.ThreadPoolExecutor(1) as pool:
     compiled = pool.submit(lambda: jax.jit(run).lower(*operands).compile())
     error = compiled.exception()
@@ -172,7 +172,7 @@ def _why_not(device: Any, run: Callable[..., Any], *types: Any) -> str | None:
 
 def _kernels(device: Any) -> Any:
   """Returns a namespace with the functions of by_mosaic.py, for a device."""
-  # Imported here, because not every JAX has Pallas Mosaic GPU.
+  # Imported late, because not every JAX has Pallas Mosaic GPU.
   from ep._src.matmul import by_mosaic
 
   name, _ = _SUMS[device.compute_capability]

@@ -63,7 +63,7 @@ def row_map(
 
 
 def _kernel() -> Callable[..., Any]:
-  # Imported here, because it imports Pallas.
+  # Imported late, because tpu_row_map.py imports Pallas.
   from ep._src.matmul import tpu_row_map
 
   return tpu_row_map.map_rows
@@ -83,7 +83,7 @@ def _obstacle(fn: Callable[..., Any], types: Sequence[Any]) -> str | None:
   def lower() -> None:
     run.trace(num_used, *arrays).lower(lowering_platforms=("tpu",))
 
-  # Another thread has none of the contexts of the program being lowered.
+  # Lower in another thread, without JAX's contexts of the current lowering.
   with futures.ThreadPoolExecutor(1) as pool:
     error = pool.submit(lower).exception()
   if error is None:

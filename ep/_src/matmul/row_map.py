@@ -96,7 +96,7 @@ class _Flat:
 
 @dataclasses.dataclass(frozen=True)
 class _Tangent:
-  """The tangent of `fn`: a function of blocks and `active` blocks' tangents."""
+  """The tangent of `fn`: maps blocks and tangents of the `active` blocks."""
 
   fn: Callable[..., Any]
   active: tuple[int, ...]
@@ -180,7 +180,7 @@ def _lower_on_cuda(
 def _lower_on_tpu(
   ctx: Any, *operands: Any, fn: Callable[..., Any], tail: str
 ) -> Any:
-  # A gradient is often the last reader of its operands, its cotangents always.
+  # The transpose is often the last reader of its operands: reuse their memory.
   in_place = isinstance(fn, _Transposed)
   kernel = on_tpu.row_map(fn, ctx.avals_in[1:], in_place)
   lower = _lowering(kernel) if kernel else _lower_to_all_rows

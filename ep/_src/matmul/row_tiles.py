@@ -71,7 +71,7 @@ def tiles(sizes: jax.Array, num_rows: int, height: int) -> Tiles:
   of = slabs(sizes, num_rows)
   counts = jnp.where(of.end > of.begin, -(-of.end // height), 0)
   counts_up_to = jnp.cumsum(counts, dtype=jnp.int32)
-  # Besides the slab, its tiles cover fewer than ALIGNMENT rows before the slab,
+  # The tiles of a slab also cover fewer than ALIGNMENT rows before the slab,
   # and fewer than `height` rows after the slab.
   excess = ALIGNMENT + height - 2
   tile = iota((num_rows + len(sizes) * excess) // height)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 
 from ep._src.base import compat
 
-# The height of a block is a power of two in these bounds. 32 rows of any dtype
-# are whole tiles of VMEM.
+# The height of a block is a power of two between these bounds. 32 rows of any
+# dtype are whole tiles of VMEM.
 _HEIGHTS = 32, 512
-# Of two buffers of each block. A TPU v5e has 16 MiB of VMEM, which also holds
-# intermediate values.
+# The most bytes for two buffers of each block. A TPU v5e has 16 MiB of VMEM,
+# which also holds intermediate values.
 _BUFFER_BYTES = 6 << 20
 
 
@@ -34,7 +34,7 @@ def map_rows(
 ) -> list[jax.Array]:
   """Returns `fn(*arrays)`; rows after the last used block are unwritten.
 
-  If `in_place`, results take the memory of the last arrays of their types. XLA
+  If `in_place`, results reuse the memory of the last arrays of their type. XLA
   copies such an array first if the program reads it later.
   """
   outs = jax.eval_shape(fn, *arrays)
@@ -84,7 +84,7 @@ def _of_block(
 
 
 def _aliases(arrays: Sequence[Any], outs: Sequence[Any]) -> dict[int, int]:
-  """Returns the array, by position, whose memory a result takes."""
+  """Maps each array whose memory a result reuses to the result, by position."""
   aliases: dict[int, int] = {}
   for position, out in enumerate(outs):
     for i in reversed(range(len(arrays))):
@@ -96,7 +96,7 @@ def _aliases(arrays: Sequence[Any], outs: Sequence[Any]) -> dict[int, int]:
 
 
 def _matrix(x: Any) -> tuple[int, ...]:
-  """Returns the shape of an array in the kernel, which has no vectors."""
+  """Returns an array's shape in the kernel: a vector [C] becomes [C, 1]."""
   return (*x.shape, 1) if len(x.shape) == 1 else x.shape
 
 

@@ -27,13 +27,12 @@ from ep._src.base import compat, primitive
 from ep._src.base.arrays import iota
 from ep._src.native import ffi
 
-# The value of rows after the last slab, if XLA's operations have to write one.
+# The value of rows after the last slab, where XLA must write these rows.
 TAILS = {"unspecified": 0, "zero": 0, "nan": jnp.nan}
 _FILLED_ROWS = 128  # rows that one step of `finish` fills
 
 
-# Without this flag, JAX adds operations that count negative indices from the
-# end.
+# If negative indices are allowed, JAX adds operations to handle them.
 slice_rows = functools.partial(
   lax.dynamic_slice_in_dim, allow_negative_indices=False
 )
@@ -51,7 +50,7 @@ def write(
   start: jax.Array,
   inside: jax.Array | None = None,
 ) -> jax.Array:
-  """Writes `rows` at `start`, or only those `inside`; returns the buffer."""
+  """Returns `buffer` with `rows`, or those in the mask `inside`, at `start`."""
   rows = _retyped(rows, buffer.dtype)
   if inside is not None:
     before = slice_rows(buffer, start, rows.shape[0])
@@ -65,7 +64,7 @@ def write(
 def finish(
   buffer: jax.Array, dtype: DTypeLike, num_used: jax.Array, tail: str
 ) -> jax.Array:
-  """Returns a buffer's rows as `dtype`, of which `num_used` were written.
+  """Returns a buffer, whose first `num_used` rows were written, as `dtype`.
 
   The remaining rows become zero or NaN, or stay unwritten if `tail` is
   "unspecified".

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches under `jax.vmap`, and padding of batches to a multiple of R ranks.
+"""Batches under `jax.vmap`, and padding of batches that R ranks cannot split.
 
 `jax.vmap` of an op makes one exchange for each example, in order. `jax.vmap` of
 a MoE layer makes one exchange of all examples, as of one array of tokens.
@@ -85,7 +85,7 @@ compat.batching.primitive_batchers[_examples_p] = _call_once
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-  """The tokens to add to [*lead, ...] to reach a multiple of the R ranks.
+  """The tokens to add to [*lead, ...], so that R ranks get equal parts.
 
   Arrays do not change if the first axis is a multiple of R, or in the local
   view, where a rank has any number of tokens. Differentiable.
@@ -108,7 +108,7 @@ class Padding:
     return cls(lead, -math.prod(lead) % ranks)
 
   def add(self, array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
-    """Flattens [*lead, ...] to [tokens, ...], and appends tokens of `value`.
+    """Flattens [*lead, ...] to [tokens, ...]; appends tokens equal to `value`.
 
     The result is replicated; `View.call` splits it over the ranks.
     """

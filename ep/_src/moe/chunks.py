@@ -108,7 +108,7 @@ def _in_chunks(
   ids = split(topk_idx, fill=-1)
   # A loop must not mix XLA collectives with ops of ep: XLA:CPU would not order
   # them (ep.assert_ordered_collectives). With overflow="drop", `ep_prepare` has
-  # XLA collectives, so its loop is unrolled. The transpose of `vary_together`
+  # XLA collectives, so the scan is unrolled. The transpose of `vary_together`
   # is a psum, so `vary_together` is called outside of the loop.
   _, handles = lax.scan(
     lambda _, routing: (None, ep_prepare(layer, *routing)),
@@ -143,7 +143,7 @@ def _in_chunks(
 
 @jax.custom_jvp
 def _summed_as(x: jax.Array, wide: jax.Array) -> jax.Array:
-  """Returns x, but gives its gradient to `wide`, a copy in a wider dtype."""
+  """Returns x; the gradient goes to `wide`, a copy of x in a wider dtype."""
   del wide
   return x
 
@@ -176,7 +176,7 @@ def _num_chunks(layer: EpLayerConfig, experts: Experts, num_tokens: int) -> int:
       the layer's experts do not support chunks.
   """
   capacity, local = layer.capacity_for(num_tokens), layer.num_local_experts
-  # Not negative: a capacity has at least `alignment` rows for each expert.
+  # `rows` >= 0, because C has at least `alignment` rows for each local expert.
   rows = capacity - local * (layer.alignment - 1)
   chunk_tokens = rows // (layer.ep_size * min(layer.top_k, local))
   if num_tokens <= chunk_tokens:
@@ -215,8 +215,8 @@ def _one_exchange_or_chunks(
   topk_idx: jax.Array,
   topk_weights: jax.Array,
 ) -> jax.Array:
-  """Returns the output of one exchange if its rows fit, and else of chunks."""
-  # Each chunk has the capacity of the exchange of all tokens.
+  """Returns the output of one exchange if its rows fit, otherwise of chunks."""
+  # Each chunk gets the same capacity as the exchange of all tokens.
   layer = exchange_of(handle.layer, handle.capacity)
 
   def whole(floats: Any, topk_idx: jax.Array, handle: EpHandle) -> jax.Array:
@@ -302,7 +302,7 @@ class _Derivative:
     return out, [x for x, place in pairs if place is None]
 
   def gradients(self, kept: list[jax.Array], args: Any, ct: jax.Array) -> Any:
-    """Returns gradients of the first argument, given `kept` from `save`."""
+    """Returns gradients of the first argument, given the residuals `kept`."""
     given, others = jax.tree.leaves(args), iter(kept)
     leaves = [next(others) if i is None else given[i] for i in self._places]
     (grads,) = jax.tree.unflatten(self._tree, leaves)(ct)

@@ -265,7 +265,7 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
   options: dict[str, Any] = dict(
     top_k=config.top_k,
     capacity_factor=config.capacity_factor,
-    # Determinism needs blocks of rows of one size (row_map.py).
+    # A deterministic layer needs row blocks of equal size (row_map.py).
     capacity_multiple=row_map.HEIGHT if config.deterministic else 1,
     overflow=config.overflow,
     drop_by=config.drop_by,

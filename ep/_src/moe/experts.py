@@ -156,7 +156,7 @@ def round_trip(
 
 
 def _together(*xs: jax.Array) -> tuple[jax.Array, ...]:
-  """Returns the arrays; XLA uses none of them before it has computed all.
+  """Returns the arrays; XLA computes all of them before it uses any of them.
 
   The same holds for their cotangents. So if one array is the result of an
   exchange, XLA computes the other arrays during the exchange.
@@ -212,7 +212,7 @@ def _apply(
     weights = weights[:, None].astype(rows.dtype)
     return multiply(weights, *(params["b_" + n][:, None] for n in names))
 
-  # Hidden rows are as large as `products`, and cheap, so recompute them.
+  # Hidden rows are as large as `products`, but cheap to recompute: do not save.
   @jax.checkpoint
   def leave(products: Sequence[jax.Array]) -> list[jax.Array]:
     blocks = [*products]

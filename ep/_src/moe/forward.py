@@ -37,9 +37,9 @@ def of_rank(
   key: jax.Array | None,
   placement: Placement | None,
 ) -> tuple[jax.Array, losses.Metrics]:
-  """Applies `ep.MoE` to the tokens of a rank; `params` are the rank's part."""
-  # Without barriers, XLA would fuse the layer with the ops around it, which
-  # differ between the views. Fused ops may round differently.
+  """Applies `ep.MoE` to one rank's tokens, with the rank's parameter shards."""
+  # Without barriers, XLA would fuse the layer with the ops around it. These ops
+  # differ in the local and the global view, and fusion may change rounding.
   if config.deterministic:
     x, params = jax.tree.map(lax.optimization_barrier, (x, params))
   params = _local_params(layer, config, params)
@@ -77,7 +77,7 @@ def of_rank(
       topk_idx = _checked_choices(layer, config.num_experts, topk_idx)
   # Ranks of `tp_axis` multiply the same tokens by different parts of matrices.
   # So tokens vary over that axis from here on, and routing weights from
-  # dispatch on. JAX sums their gradients over the axis at these points, where
+  # dispatch on. JAX sums the gradients over the axis at these points, where
   # gradients have the size of the tokens.
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
@@ -195,7 +195,7 @@ def _check(
 
 
 def _first_fault(ids: jax.Array, num_experts: int) -> jax.Array:
-  """Returns int32 [2], a fault and an id, as `errors.wrong_choice` takes."""
+  """Returns int32 [2], the fault and the expert for `errors.wrong_choice`."""
   K = ids.shape[1]
   is_wrong = (ids < -1) | (ids >= num_experts)
   is_earlier = arrays.iota(K) < arrays.iota(K)[:, None]

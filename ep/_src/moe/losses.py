@@ -332,8 +332,8 @@ def measure(
     z_loss=_logit_size(logits, mask),
     entropy=_score_entropy(logits, mask),
   )
-  # With one vector of all sums, XLA fuses and rounds differently in each view.
-  # So a deterministic layer sums one array after another.
+  # With one vector of sums, XLA would round differently in the local and the
+  # global view. So a deterministic layer sums one array after another.
   psum = ordered_sum.ordered_psum if config.deterministic else _psum_once
   sums, of_terms = psum(
     (sums, {name: term.sums for name, term in terms.items()}), axes

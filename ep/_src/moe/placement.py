@@ -123,7 +123,7 @@ class Placement:
     return f"Placement({self.experts!r})"
 
   def tree_flatten_with_keys(self) -> tuple[Any, int]:
-    """Returns the array with its key, and E."""
+    """Returns the array with its pytree key, and E as static data."""
     leaves = [(jax.tree_util.GetAttrKey("experts"), self.experts)]
     return leaves, self.num_experts
 

@@ -36,7 +36,7 @@ from ep._src.ops.prepare import ep_prepare
 
 
 class Division(NamedTuple):
-  """The rows that each rank takes from its donor.
+  """The rows that each rank takes from its donor, a rank with too many rows.
 
   A donor's rows are numbered expert by expert, its largest expert first.
 
@@ -56,7 +56,7 @@ class Division(NamedTuple):
 
 
 def divide(rows: jax.Array, limit: jax.Array | int, num_slots: int) -> Division:
-  """Divides the rows [P, L] of experts, so that no rank exceeds `limit`.
+  """Divides rows [P, L] of experts among ranks, so that none exceeds `limit`.
 
   The fullest ranks give first, and the emptiest ranks take first. `given` and
   `taken` are cumulative sums in this order. A rank takes from the first donor
@@ -72,7 +72,7 @@ def divide(rows: jax.Array, limit: jax.Array | int, num_slots: int) -> Division:
   taken = jnp.maximum(limit - load, 0)[order].cumsum()
   taken = jnp.minimum(taken, given[-1])
   from_, to = jnp.append(0, taken)[rank], taken[rank]
-  # A donor that gives more than its excess takes rows from row `all_given` on.
+  # A donor that gives more than its excess takes excess rows of other donors.
   all_given = given[P - 1 - rank]
   i = jnp.searchsorted(taken, all_given).clip(max=P - 1)
   gives = load > limit
@@ -100,7 +100,7 @@ def divide(rows: jax.Array, limit: jax.Array | int, num_slots: int) -> Division:
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-  """The copies of a step, and the slots of a rank's choices.
+  """The copies of experts in a step, and the slots of a rank's choices.
 
   Attributes:
     layer: the configuration of the layer, whose group counts slots.
@@ -124,7 +124,7 @@ class Replicas:
     ids: jax.Array,
     placement: Placement | None,
   ) -> Replicas:
-    """Chooses copies for choices [..., K]. Collective over the EP domain."""
+    """Chooses copies for ids [..., K]. Collective over the EP domain."""
     ids = ids if placement is None else placement.slots_of(ids)
     E, S, P = config.num_experts, config.replica_slots, layer.ep_size
     L, me = E // P, lax.axis_index(layer.group.axis_name)
@@ -191,8 +191,8 @@ class Replicas:
         return ep_prepare(layer, ids)
 
     def of(x: jax.Array) -> jax.Array:
-      # The transpose of `vary_together` is a collective. In the loop, XLA:CPU
-      # would not order it and `ep_dispatch` (ep.assert_ordered_collectives).
+      # Not in the loop: the transpose of `vary_together` is a collective, which
+      # XLA:CPU would not order with dispatch (ep.assert_ordered_collectives).
       x, _ = compat.vary_together(x, self.copies)
       rows = -(-math.prod(x.shape[1:]) // hidden)
       num_parts = -(-rows // (most or rows))
@@ -222,7 +222,7 @@ def _slots(
   position: jax.Array,
   num_slots: int,
 ) -> jax.Array:
-  """Returns slots [N] of choices, by their position among an expert's rows."""
+  """Returns slots [N] of choices, given `position` among an expert's rows."""
   P, L = rows.shape
   load = rows.sum(1, dtype=jnp.int32)
   base = load.cumsum() - load  # rows of all ranks are numbered consecutively

@@ -340,7 +340,7 @@ def _best(
 
 
 def _log_sqrtsoftplus(logits: jax.Array) -> jax.Array:
-  # Below -16, softplus(x) rounds to exp(x) in float32, which may underflow.
+  # Below -16, log(softplus(x)) rounds to x, but softplus(x) may underflow.
   is_low = logits < -16
   logs = jnp.log(jax.nn.softplus(jnp.where(is_low, 0.0, logits)))
   return 0.5 * jnp.where(is_low, logits, logs)

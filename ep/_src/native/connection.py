@@ -30,7 +30,7 @@ os.register_at_fork(after_in_child=_released.clear)
 
 
 class NativeConnection(backend.Connection):
-  """A connection to a native library's group of the same name."""
+  """A connection to a group in a native library; both have the same name."""
 
   has_trace = True
 
@@ -40,7 +40,7 @@ class NativeConnection(backend.Connection):
 
   @property
   def closes_at_exit(self) -> bool:
-    # A group of one process has no waiting peers, and its programs complete.
+    # With one process, no peer waits, and programs complete without a close.
     has_peers = len(meshes.processes(self.group.mesh)) > 1
     return super().closes_at_exit or (not self._is_forked and has_peers)
 
@@ -119,7 +119,7 @@ class NativeConnection(backend.Connection):
       )
 
   def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
-    """Returns the op attributes for borrowed communicators: empty values."""
+    """Returns the op attributes that describe borrowed communicators."""
     del ctx
     return dict(lent_mesh=np.zeros(0, np.int64), lent_axis=np.int64(0))
 
@@ -161,7 +161,7 @@ def mesh_of_devices(name: str, mesh: Mesh) -> jax.sharding.Mesh:
 
 
 def _offsets(params: OpParams) -> tuple[int, int]:
-  """Returns where `kept` and the routing are in `EpHandle.mem`.
+  """Returns the byte offsets of `kept` and the routing in `EpHandle.mem`.
 
   `MemParts` of ep_ffi/handlers/op_call.h describes the buffer.
   """
@@ -191,7 +191,7 @@ def _prepared(params: OpParams, mem: jax.Array) -> list[jax.Array]:
 
 
 def _place(group: GroupConfig) -> jax.Array:
-  """Returns this rank's index in all domains, and along the data axes.
+  """Returns this rank's index among all domains' ranks, and along data axes.
 
   The native group knows each rank's device, so the group refuses a program
   whose mesh has another order of devices.

@@ -19,10 +19,10 @@ from ep._src.base import compat
 from ep._src.base.backend import OPS
 from ep._src.native import shipped_files
 
-# For each backend: the platform in the name of the library, and in XLA.
+# For each backend: its platform's name in library files, and in XLA.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
-# Equals kInterfaceVersion of ep_ffi/core/export.h, which says when to raise it.
+# Equals kInterfaceVersion of ep_ffi/core/export.h, which says when to add 1.
 INTERFACE_VERSION = 2
 
 # The values of the C++ enum `Tail` of ep_ffi/core/backend.h.
@@ -91,8 +91,8 @@ def _packages(backend: str) -> tuple[list[str], str]:
 def library(backend: str) -> ctypes.CDLL:
   """Loads a backend's library, and registers the handlers of its ops."""
   path = find_library(backend)
-  # Create JAX's clients before the registration. JAX would give a later client
-  # the handlers before the type of their state, which XLA refuses.
+  # Create JAX's clients before the registration. With a later client, JAX would
+  # register handlers before the type of the handlers' state; XLA refuses this.
   jax.local_devices()
   lib = ctypes.CDLL(str(path))
   _check_interface(lib, path)
@@ -297,7 +297,7 @@ def create_nccl_group(
 def nccl_place(
   name: str, i: int, others: str
 ) -> tuple[int, bool, int, float, str]:
-  """Returns the fields of `peers.Place` of the i-th rank of this process.
+  """Returns the `peers.Place` fields of this process's i-th rank.
 
   Gives the rank's watchdog `others`, a sentence about the other ranks.
   """
@@ -331,13 +331,13 @@ def group_memory(backend: str, name: str) -> tuple[int, int]:
 
 
 def start_trace(backend: str, name: str, path: str) -> None:
-  """Starts a trace of a group, which the group appends to the file `path`."""
+  """Starts to record a group's ops; the records are appended to file `path`."""
   args = name.encode(), os.fsencode(path)
   _call(backend, "ep_group_trace_start", *args, op="ep.trace")
 
 
 def stop_trace(backend: str, name: str) -> None:
-  """Ends the trace of a group, if the group is open, and writes the file."""
+  """Stops the trace of a group, if the group is open, and writes the file."""
   _call(backend, "ep_group_trace_stop", name.encode(), op="ep.trace")
 
 

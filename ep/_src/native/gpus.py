@@ -13,7 +13,7 @@ import os
 import pkgutil
 import subprocess
 
-# The variable for XLA's fraction of a GPU's memory, and JAX's default fraction.
+# The variable with the fraction of GPU memory that XLA reserves; its default.
 _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MEMORY_FRACTION = 0.75
 

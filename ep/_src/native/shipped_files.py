@@ -19,7 +19,7 @@ def in_runfiles(path: str) -> pathlib.Path | None:
 
 
 def in_package(package: str, path: str) -> pathlib.Path | None:
-  """Returns the path of a package's file, or None, without an import."""
+  """Finds a file of a package without importing it; returns a path or None."""
   try:
     spec = importlib.util.find_spec(package)
   except ModuleNotFoundError:  # the parent package is missing

@@ -254,7 +254,7 @@ primitives.linear_op(dispatch_bytes_p, transposed=dispatch_bwd_p)
 
 
 # Dispatch of packed fp8 rows is linear only in the weights. Backends send no
-# weights without rows, so tangents of weights are sent with rows of one zero.
+# weights without rows, so weight tangents are sent with dummy rows of size 1.
 def _dispatch_bytes_jvp(
   primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
 ) -> tuple[list[Any], list[Any]]:

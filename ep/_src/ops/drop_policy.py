@@ -115,9 +115,9 @@ class _Choices(NamedTuple):
 
 
 class _Last(NamedTuple):
-  """The last choices, by `order` and then `place`, that get a row, int32 [E].
+  """For each expert, the last choice that gets a row, by `order` and `place`.
 
-  The place is -1 for an expert without rows.
+  Both are int32 [E]. The place is -1 for an expert without rows.
   """
 
   order: jax.Array
@@ -127,7 +127,7 @@ class _Last(NamedTuple):
 def _last_kept(
   layer: LayerConfig, blocks: int, experts: jax.Array, order: jax.Array
 ) -> tuple[_Last, jax.Array]:
-  """Assigns the rows of all ranks, `blocks` per rank, to the choices [n].
+  """Assigns the row blocks of all ranks, `blocks` per rank, to choices [n].
 
   An expert keeps its choices of least `order`; ties keep array order. Returns
   the last choice that each expert keeps, and int32 [E], the number of dropped
@@ -153,7 +153,7 @@ def _last_kept(
 
 
 def _quota_fairly(blocks: int, wants: Any) -> Any:
-  """Returns the number of blocks [P, L] that experts get of their `wants`.
+  """Returns how many of the blocks that it `wants` each expert gets, [P, L].
 
   The definition gives blocks to the experts of a rank round-robin, up to
   `wants`. So an expert gets the smaller of its `wants` and a level common to
@@ -183,7 +183,7 @@ def _quota_fairly(blocks: int, wants: Any) -> Any:
 def _quota_by_weight(
   layer: LayerConfig, blocks: int, choices: _Choices
 ) -> jax.Array:
-  """Returns the blocks [E] that the first choices of each rank open."""
+  """Gives a rank's blocks to choices in order; counts blocks by expert, [E]."""
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
   opens = (choices.row % layer.alignment == 0) & (choices.expert < E)
   rank = jnp.where(opens, choices.expert // L, P)

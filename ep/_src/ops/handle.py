@@ -69,7 +69,7 @@ class EpHandle:
 
   @property
   def capacity(self) -> int:
-    """C: rows that a rank can receive, and rows of `recv_tokens`."""
+    """C: the most rows that a rank can receive; the length of `recv_tokens`."""
     return self.layer.capacity_for(math.prod(self.token_shape))
 
   @property

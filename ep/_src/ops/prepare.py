@@ -145,7 +145,7 @@ def _prepare(
 def _assigned_prepare(
   ids: jax.Array, weights: jax.Array, *, params: OpParams
 ) -> list[jax.Array]:
-  """Prepares all choices; if they overflow, prepares the kept choices again.
+  """Prepares all choices; if rows overflow, prepares the kept choices again.
 
   The first `prepare_p` reports late ranks and invalid ids. After it, all ranks
   have arrived with valid choices, so the collectives in `drop_policy.assign` do

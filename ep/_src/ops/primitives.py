@@ -43,7 +43,7 @@ def mover(
   target: str | None = None,
   of_bytes: compat.Primitive | None = None,
 ) -> compat.Primitive:
-  """Makes the primitive of an op that sends rows `xs[0]`, and maybe weights.
+  """Makes the primitive of an op that sends rows `xs[0]`, and optional weights.
 
   Args:
     name: the name of the primitive; its operands are `(mem, group_sizes, *xs)`.
@@ -98,7 +98,7 @@ def _new(
     outs = out_types(params, *avals)
     return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
 
-  # Each op in a program has a unique position: JAX must not cache lowerings.
+  # Lowering gives each op a unique position, so JAX must not cache lowerings.
   return primitive.new(name, types, lower, cacheable=False)
 
 

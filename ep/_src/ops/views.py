@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local view of an op, and the global view, a `shard_map` of the local.
+"""The two views of an op: local, and global, a `shard_map` of the local view.
 
 In the local view, inside `jax.shard_map` with a manual EP axis, an op works on
 the arrays of its rank. In the global view, outside, it works on global arrays.
@@ -83,7 +83,7 @@ class View:
     return self.mesh is None
 
   def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns all dims but the last of a rank's part of a token array.
+    """Returns the leading dims (all but the last) of one rank's tokens.
 
     `shape` is the shape of the array in this view.
 
@@ -269,7 +269,7 @@ def _check_places(
   args: Sequence[Any],
   kinds: Sequence[Any],
 ) -> None:
-  """Refuses arrays on other devices, and warns of arrays that JAX reshards.
+  """Refuses arrays on devices outside the mesh; warns if JAX reshards arrays.
 
   Accepts tracers, because XLA has not chosen their sharding yet, and fully
   replicated arrays, which JAX slices without communication.

@@ -33,7 +33,7 @@ from ep._src.native import connection, ffi
 
 _MIN_COMPUTE_CAPABILITY = 9.0
 
-# With "xla" groups borrow XLA's communicators, with "own" they create theirs.
+# "xla": groups borrow XLA's communicators. "own": groups create communicators.
 _COMMUNICATOR = "EP_NCCL_COMMUNICATOR"
 
 # With other values of these flags, XLA may run a collective on the stream of
@@ -123,7 +123,7 @@ class NcclBackend(Backend):
     ranks = {int(r): domains[domain, r] for r in places[:, 1]}
     device = next(iter(ranks.values()))
 
-    # If `introduce` raises, `join` fails on all processes.
+    # `join` calls `introduce`, and fails on all processes if it raises.
     def introduce() -> dict[str, Any]:
       self.check_sizes(group)
       _check_xla_flags()
@@ -231,7 +231,7 @@ class NcclConnection(connection.NativeConnection):
 
 
 def _communicator() -> str:
-  """Returns the communicators to use, "own" or "xla", from the environment."""
+  """Returns which communicators the environment selects, "own" or "xla"."""
   value = os.environ.get(_COMMUNICATOR) or "own"
   if value not in ("own", "xla"):
     raise ValueError(
@@ -242,7 +242,7 @@ def _communicator() -> str:
 
 
 def _check_xla_flags() -> None:
-  """Raises `ValueError` if ranks might wait for one another indefinitely."""
+  """Raises `ValueError` for XLA flags with which ranks might deadlock."""
   flags = xla_flags.read()
   for name, safe in _SAFE_XLA_FLAGS.items():
     flag = flags.get(name, name)
@@ -333,7 +333,7 @@ def _with_fitting_rows(
 def _in_one_result(
   lower: Callable[..., Any], ctx: LoweringContext, *operands: Any
 ) -> Any:
-  """Lowers an op to a call with one result: its rows, and then its weights."""
+  """Lowers an op to a call with one flat result: the rows, then the weights."""
   rows: Any
   weights: Any
   rows, weights = ctx.avals_out

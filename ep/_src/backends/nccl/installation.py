@@ -92,7 +92,7 @@ def _prepare(cuda: int, sm: str) -> tuple[str, str]:
 
 
 def find_nvcc(cuda: int) -> pathlib.Path:
-  """Returns the path of the user's nvcc, else a wheel's, else PATH's."""
+  """Returns the path of nvcc: the user's, else in a wheel, else in PATH."""
   for variable in ("NCCL_EP_JIT_NVCC", "NVCC"):
     if name := os.environ.get(variable):
       if path := shutil.which(name):
@@ -129,7 +129,7 @@ def _find(runfile: str, packaged: tuple[str, str]) -> pathlib.Path | None:
 def _default(
   variable: str, ours: pathlib.Path | None, what: str, package: str
 ) -> pathlib.Path:
-  """Sets an environment variable to `ours` if unset, and returns its folder."""
+  """Sets `variable` to `ours` if it is unset; returns the variable's folder."""
   folder = pathlib.Path(os.environ.get(variable) or ours or "")
   if not (folder.name and folder.exists()):
     raise _error(

@@ -35,7 +35,7 @@ class XlaBackend(Backend):
 
 
 class XlaConnection(Connection):
-  """A lowering of ops to XLA's collectives, with no state but a trace."""
+  """A connection through XLA's collectives; its only state is a trace."""
 
   def __init__(self, group: GroupConfig):
     super().__init__(group)
@@ -164,7 +164,7 @@ def _sum(rows: jax.Array, weights: jax.Array | None = None) -> jax.Array:
   """Returns the sums of rows [K, T, H] over the choices of each token."""
   terms = _flush(rows.astype(jnp.float32))
   if weights is not None:
-    # The mask between product and sum keeps XLA from fusing them.
+    # `_flush` masks products, so XLA does not fuse product and sum.
     terms = _flush(terms * _flush(weights)[..., None])
   out = terms[0]
   for term in terms[1:]:

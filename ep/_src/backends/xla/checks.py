@@ -147,7 +147,7 @@ def _disagreement(what: str, value: str, of_ranks: np.ndarray) -> ValueError:
 
 
 def check_finite(dims: Dims, out: jax.Array) -> jax.Array:
-  """Returns `out` [T, H] of `ep_combine`; fails unless all of it is finite."""
+  """Returns `out` [T, H] of `ep_combine`; fails if an element is not finite."""
   wrong = ~jnp.isfinite(out).reshape(-1)
   first = jnp.stack([int32(wrong.any()), int32(jnp.argmax(wrong))])
   (all_first,) = share(dims, first)

@@ -26,8 +26,8 @@ import numpy as np
 
 from ep._src.base import xla_flags
 
-# The values that XLA must find in each flag, and the values that do so. XLA
-# reads a flag without a value as true, and ignores case.
+# For each flag: the value that `note` suggests, and all values that XLA takes.
+# XLA reads a flag without a value as true, and ignores case.
 _FLAGS = {
   "--xla_gpu_experimental_ragged_all_to_all_use_device_kernel": (
     "true",
@@ -71,7 +71,7 @@ def note(domains: np.ndarray) -> str:
 
 
 def _missing() -> list[str]:
-  """Returns the flags that XLA_FLAGS must also have."""
+  """Returns the flags that XLA_FLAGS lacks for the device kernel."""
   found = xla_flags.read()
   missing = []
   for name, (value, accepted) in _FLAGS.items():

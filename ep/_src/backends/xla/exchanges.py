@@ -21,7 +21,7 @@ from ep._src.backends.xla import padded
 from ep._src.backends.xla.plans import Dims, div, Plan, Slices, take
 from ep._src.base.arrays import iota
 
-# Sends arrays from slots or choices; see `to_slots` and `to_choices`.
+# A function that sends rows to slots, or back to choices.
 _Send = Callable[..., list[jax.Array]]
 
 
@@ -109,7 +109,7 @@ def _send(
   sender: Slices,
   receiver: Slices,
 ) -> jax.Array:
-  """Returns `unsent` with the rows that this rank receives."""
+  """Returns `unsent`, overwritten where this rank receives rows."""
   start = sender.start.clip(0, len(rows))
   remote = sender.remote.clip(0, len(unsent))
   most = jnp.minimum(len(rows) - start, len(unsent) - remote)
@@ -129,10 +129,10 @@ def _send(
 def _unsent(
   dims: Dims, plan: Plan, is_sound: jax.Array, sent: jax.Array
 ) -> jax.Array:
-  """Returns slots [C, ...] with the rows that no rank sends."""
+  """Returns slots [C, ...] with zeros or NaNs for rows that no rank sends."""
   if dims.tail == "unspecified" and dims.layer.alignment == 1:
     return _unwritten(sent, dims.C)
-  # Zeros that depend on `sent`, for the reason below.
+  # Zeros that depend on `sent`; `_unwritten` says why.
   first = sent.reshape(-1)[0]
   zero = jnp.where(is_sound, jnp.zeros_like(first), first)
   slots = jnp.broadcast_to(zero, (dims.C, *sent.shape[1:]))
@@ -143,7 +143,7 @@ def _unsent(
 
 
 def _unwritten(sent: jax.Array, num: int) -> jax.Array:
-  """Returns `num` rows of any value, which no one reads before they are sent.
+  """Returns `num` rows of arbitrary values, to be overwritten or never read.
 
   The value depends on `sent`. XLA would build a constant array outside of a
   loop, share it between exchanges, and copy it for each.

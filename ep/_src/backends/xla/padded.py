@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": sends rows in buckets, for XLA:CPU and for a rank by itself.
+"""backend="xla": sends rows in buckets, on CPUs and in domains of one rank.
 
 The rows from rank s to rank d are a *stream*: the slices for the experts of d,
 in their order. Each rank sends a bucket of B rows to each rank, where B is the
@@ -54,23 +54,23 @@ def to_choices(
 
 
 def _bucket(dims: Dims) -> int:
-  """Returns B, the rows of the longest possible stream."""
+  """Returns B, the number of rows of the longest possible stream."""
   return min(dims.T * min(dims.K, dims.L), dims.C)
 
 
 def _no_code(dims: Dims) -> int:
-  """Returns the code of a row that is not sent."""
+  """Returns the code that marks rows that are not sent."""
   return dims.P * _bucket(dims)
 
 
 def _in_stream(dims: Dims, plan: Plan) -> jax.Array:
-  """Returns int32 [P, L]: the place in its stream of each slice of slots."""
+  """Returns int32 [P, L], the offset of each slice of slots in its stream."""
   remote = plan.slots.remote.reshape(dims.P, dims.L)
   return remote - remote[:, :1]
 
 
 def _codes_of_slots(dims: Dims, plan: Plan) -> jax.Array:
-  """Returns the code of the row of each slot, int32 [C]."""
+  """Returns, for each slot, the code of its row, int32 [C]."""
   # The slices in the order of their slots: by expert, then by source.
   by_slot = iota(dims.E).reshape(dims.P, dims.L).T.reshape(-1)
   start = take(plan.slots.start, by_slot)
@@ -83,7 +83,7 @@ def _codes_of_slots(dims: Dims, plan: Plan) -> jax.Array:
 
 
 def _slots_of_rows(dims: Dims, plan: Plan) -> jax.Array:
-  """Returns the slot of the row of each code, int32 [P * B]."""
+  """Returns, for each code, the slot of its row, int32 [P * B]."""
   B = _bucket(dims)
   start = _in_stream(dims, plan).clip(max=B) + B * iota(dims.P)[:, None]
   start, codes = start.reshape(-1), iota(dims.P * B)
@@ -92,7 +92,7 @@ def _slots_of_rows(dims: Dims, plan: Plan) -> jax.Array:
 
 
 def _codes_of_choices(dims: Dims, plan: Plan) -> jax.Array:
-  """Returns the code of the row of each choice, int32 [K * T]."""
+  """Returns, for each choice, the code of its row, int32 [K * T]."""
   place = plan.place.reshape(dims.T, dims.K).T.reshape(-1)
   start = plan.choices.start[:: dims.L]
   rank = _last_at_most(start, place)
@@ -101,7 +101,7 @@ def _codes_of_choices(dims: Dims, plan: Plan) -> jax.Array:
 
 
 def _last_at_most(table: jax.Array, values: jax.Array) -> jax.Array:
-  """Returns the index of the last word <= each value, in a sorted table."""
+  """Returns, for each value, the index of the last table[i] <= value."""
   after = jnp.searchsorted(table, values, side="right", method="scan_unrolled")
   return after.astype(jnp.int32) - 1
 
@@ -114,12 +114,12 @@ def _exchange(
   codes: jax.Array,
   is_nan: jax.Array,
 ) -> list[jax.Array]:
-  """Sends the rows `at` [P * B] of each array, and returns the rows of `codes`.
+  """Sends the rows `at` [P * B] of each array; returns the rows for `codes`.
 
   The rows of `is_nan` that no rank sends are NaN, and other such rows are 0.
   """
-  # Bytes are sent in pairs. XLA rejects a program if it merges the casts of
-  # uint8 [n, 4] to float32 [n] and of float32 [n] to uint16 [n, 2].
+  # Words have 2 bytes or more, because XLA rejects its own merge of two casts:
+  # uint8 [n, 4] to float32 [n], and float32 [n] to uint16 [n, 2].
   unit = f"uint{8 * max(2, min(array.dtype.itemsize for array in arrays))}"
   bits = [_words(x, unit) for x in arrays]
   is_sent = codes < _no_code(dims)
@@ -132,8 +132,8 @@ def _exchange(
     sent = lax.all_to_all(lax.optimization_barrier(sent), dims.axis, 0, 0)
     out = take(sent.reshape(_no_code(dims), -1), codes)
 
-  # The filler is a variable, because XLA:CPU loses bits of a bfloat16 that it
-  # selects beside a constant: for a traced bool s and uint16 [7] x,
+  # The filler is a variable, because XLA:CPU loses bits in a select between a
+  # bfloat16 and a constant: for a traced bool s and uint16 [7] x,
   #
   #   bitcast_convert_type(jnp.where(s, x, jnp.uint16(65535)), jnp.bfloat16)
   #
@@ -152,14 +152,14 @@ def sound(is_sound: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def nan(dtype: DTypeLike) -> jax.Array:
-  """Returns NaN, or an integer of bits that are NaN in any float."""
+  """Returns NaN; for an integer dtype, bits that are NaN in any float dtype."""
   if jnp.issubdtype(dtype, jnp.floating):
     return jnp.array(jnp.nan, dtype)
   return jnp.array(jnp.iinfo(dtype).max, dtype)
 
 
 def expanded(x: jax.Array, ndim: int) -> jax.Array:
-  """Returns `x` with axes of size 1 after its own."""
+  """Returns `x` with axes of size 1 appended, so that it has `ndim` axes."""
   return x.reshape(*x.shape, *[1] * (ndim - x.ndim))
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from ep._src.base.arrays import iota
 from ep._src.base.config import LayerConfig
 
-# The number of uint32 values. A key and its value are sorted as one uint32 if
-# they fit.
+# The number of uint32 values. If a key and its value fit into one uint32, they
+# are sorted as one.
 _WORDS = 1 << 32
 
 
@@ -62,7 +62,7 @@ class Dims:
 
 
 class Slices(NamedTuple):
-  """One end of the slices that a rank exchanges with all ranks, int32 [E].
+  """Positions and sizes of the slices that a rank sends or receives, int32 [E].
 
   The slices of a rank's choices are in the order of all experts. The slices of
   its slots are in the order of source rank, then local expert.
@@ -161,7 +161,7 @@ def make_plan(
     end = of_choices.start + of_choices.size
     is_sent &= iota(num) < take(end, choices.expert)
   place = jnp.where(is_sent, iota(num), num)
-  # A second sort inverts the permutation. TPUs scatter word after word.
+  # A sort inverts the permutation: on TPUs a scatter copies word after word.
   _, place = _sort(num, choices.order, num + 1, place)
   return Plan(
     choices.order,
@@ -222,7 +222,7 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def div(x: jax.Array, n: int) -> jax.Array:
-  """Returns `x // n` of int32 >= 0, in one instruction."""
+  """Returns `x // n` for int32 `x` >= 0, in one instruction."""
   return lax.div(x, np.int32(n))
 
 

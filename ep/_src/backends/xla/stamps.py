@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of ops for `ep.trace`, recorded by calls of Python; backend "xla".
+"""Records times of ops for `ep.trace`, by calls of Python; backend "xla".
 
 XLA does not report when a rank waits and when it sends rows. So a traced
 program calls Python when all operands of an op are ready, and after the op. The
@@ -28,7 +28,7 @@ _KEPT = 1 << 18  # the largest number of exchanges in a trace, as with "host"
 
 
 class Site(NamedTuple):
-  """An op in a compiled program: its layer, and its position there."""
+  """An op in a compiled program: its layer, and its position in the program."""
 
   op: str
   layer: str
@@ -131,7 +131,7 @@ class Stamps:
       mine = {r for r, d in enumerate(devices[domain]) if d.process_index == me}
       if not begins.keys() == ends.keys() == mine:
         continue  # the exchange did not run entirely during the trace
-      # All ranks, also of other processes, arrive before any rank ends the op.
+      # All ranks, also of other processes, arrive before any rank finishes.
       seen = min(end for end, _ in ends.values())
       counts = [
         ends[r][1] if r in mine else [] for r in range(self._group.ep_size)
