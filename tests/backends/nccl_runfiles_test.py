@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A build for CUDA contains the files of NCCL EP; for CUDA 13 also nvcc."""
+"""Bazel builds for CUDA contain NCCL EP; builds for CUDA 13 also contain nvcc."""
 
 import os
 import pathlib
