@@ -138,7 +138,7 @@ def make_mesh(
 def to_global(
   array: np.ndarray, mesh: Mesh, spec: PartitionSpec = PartitionSpec()
 ) -> jax.Array:
-  """Returns the global array of `array`, which equals on all processes."""
+  """Makes `array`, equal on all processes, a global array sharded by `spec`."""
   array = np.asarray(array)
   return jax.make_array_from_callback(
     array.shape, NamedSharding(mesh, spec), lambda index: array[index]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bazel builds for CUDA contain NCCL EP; builds for CUDA 13 also contain nvcc."""
+"""A Bazel build for CUDA contains NCCL EP, and for CUDA 13 also nvcc."""
 
 import os
 import pathlib

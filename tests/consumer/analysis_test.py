@@ -81,7 +81,7 @@ class Compilation(unittest.TestCase):
 
 
 class PyToolchain(unittest.TestCase):
-  """A Bazel that checks the visibility of toolchains sees our Python toolchain."""
+  """If Bazel checks the visibility of toolchains, our Python one is visible."""
 
   def test_the_toolchain_is_visible(self):
     flag = "--incompatible_check_visibility_for_toolchains"

@@ -31,7 +31,7 @@ def claim(routing="uniform", fn=block_and_back, scale=1, **options):
 
 
 def test_many_layers_of_two_groups(request):
-  """12 layers of each group run a block each, in any order."""
+  """In each of two groups, 12 layers dispatch and combine in any order."""
   claims = [
     claim(
       ROUTINGS[i % 4],
