@@ -85,7 +85,7 @@ def act(gates, values, weights):
 
 
 def functions_of_rows(dtype):
-  """Yields (fn, arrays) of each `ep_map_used_rows` in the gradient of a loss."""
+  """Yields (fn, arrays) of each `ep_map_used_rows` in a gradient function."""
   rng = np.random.default_rng(0)
   shapes = ((1024, F), dtype), ((1024, F), dtype), ((1024,), jnp.float32)
   args = [rng.normal(size=shape).astype(d) for shape, d in shapes]

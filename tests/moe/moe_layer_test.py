@@ -266,7 +266,7 @@ def test_padded_examples_of_vmap():
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_pad_adds_nothing_where_no_padding_is_needed(is_local):
-  """`pad` changes neither programs of full batches nor programs in shard_map."""
+  """`pad` changes no program for a full batch, and no program in shard_map."""
   config = layer()
   fns = _padded(config), _moe(config)
   if is_local:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_combine and its gradients equal the oracle's."""
+"""ep_combine gives the oracle's results and gradients."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mistake in the values of arrays is an error on every rank.
+"""Wrong values in an array raise an error on every rank.
 
 The error names the op, the layer and the mistake. The group continues to work.
 """
@@ -127,7 +127,7 @@ def of_another_group(handle, _):
 
 
 def with_bytes(alter):
-  """Returns a corruption that alters the memory of the handle."""
+  """Returns a function of two handles that alters the first one's memory."""
   return lambda handle, other: dataclasses.replace(
     handle, mem=alter(handle.mem, other.mem)
   )
@@ -137,7 +137,7 @@ def first_rank_of_another_routing(mem, other):
   return jnp.where(jnp.arange(mem.shape[0])[:, None] == 0, other, mem)
 
 
-# The native ops read their part of the memory, which begins with a header.
+# Offset in `handle.mem`, in bytes, at which the header of the native ops begins.
 ROUTING = 256
 
 CORRUPTIONS = {

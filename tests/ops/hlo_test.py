@@ -120,7 +120,7 @@ def test_other_spellings():
 
 
 def test_programs_that_are_not_compiled():
-  """The check refuses these programs, because XLA adds collectives later."""
+  """The check refuses uncompiled programs, as XLA adds collectives later."""
   lowered = lower((Case(layer()), sizes))
   for program in lowered, lowered.as_text(), jax.jit(lambda x: x):
     with pytest.raises(TypeError, match="compile()"):
