@@ -137,7 +137,7 @@ def first_rank_of_another_routing(mem, other):
   return jnp.where(jnp.arange(mem.shape[0])[:, None] == 0, other, mem)
 
 
-# Offset in `handle.mem`, in bytes, at which the header of the native ops begins.
+# Byte offset of the native ops' data in `handle.mem`; a header comes first.
 ROUTING = 256
 
 CORRUPTIONS = {

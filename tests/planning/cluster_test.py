@@ -13,7 +13,7 @@ from ep._tools.planning.cluster import NODES
 
 
 def even_gb_s(sides, link_gb_s, is_torus):
-  """Returns a chip's GB/s if it sends equally many bytes to all chips of a slice.
+  """Returns a chip's GB/s if each chip sends equal bytes to every chip.
 
   Bytes follow one dimension after another, by the shortest path.
   """

@@ -25,7 +25,7 @@ def cluster(num_nodes, gpus_per_node):
 
 
 def levels(num_nodes, gpus_per_node):
-  """Returns the numbers of ranks and of nodes whose maximum load `cost` counts."""
+  """Returns the numbers of ranks and of nodes, if they exceed 1."""
   return {num_nodes * gpus_per_node, num_nodes} - {1}
 
 
