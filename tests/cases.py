@@ -125,7 +125,7 @@ class Case:
     self.check(round_trip, self.tokens(), self.weights())
 
   def errors(self, fn, *arrays):
-    """Returns a dict from each local rank to its error in `run`, or to ""."""
+    """Returns a dict from each local rank to its error message, "" if none."""
     shards = self.put(np.arange(ranks(self.layer))).addressable_shards
     errors = {shard.index[0].start: "" for shard in shards}
     try:

@@ -34,9 +34,9 @@ if "JAX_COORDINATOR_ADDRESS" not in os.environ:
     + " --xla_force_host_platform_device_count=4"
   )
 
-# Without optimizing code, XLA:CPU compiles in a third of the time. Only 1x4
-# tests run optimized code: on the host backend those with quick_compiler =
-# False, and on the xla backend xla_backend_test.
+# XLA:CPU compiles in a third of the time if it does not optimize code. Only two
+# kinds of 1x4 tests run optimized code: tests of the host backend with
+# quick_compiler = False, and xla_backend_test.
 if "cuda" not in os.environ.get("JAX_PLATFORMS", "") and (
   os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
   or os.environ.get("EP_TEST_BACKEND") == "xla"
@@ -84,7 +84,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
   config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-  """Keeps only the first case of each test function with `--first_cases`."""
+  """Implements `--first_cases`: selects one case of each test function."""
   if not config.option.first_cases:
     return
   seen, kept, others = set(), [], []

@@ -209,7 +209,7 @@ def test_processes_agree_on_ep_nccl_communicator(monkeypatch):
 def test_the_library_fits_the_plugin_of_jax(
   tmp_path, monkeypatch, plugins, wheels, found
 ):
-  """Of ep's wheels for CUDA 12 and 13, ep uses the one of JAX's CUDA plugin."""
+  """Of two wheels, for CUDA 12 and 13, ep uses the one for JAX's plugin."""
   for version in plugins:
     (tmp_path / f"jax_cuda{version}_plugin").mkdir()
     monkeypatch.delitem(sys.modules, f"jax_cuda{version}_plugin", False)

@@ -51,7 +51,7 @@ def test_needs_no_native_library(monkeypatch):
     group.check()
 
 
-# --- The same bits -----------------------------------------------------------
+# --- Bits equal to the oracle's ----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_rank_with_a_forged_handle_sends_nan(cannot_raise):
 
 
 def assert_selects_xla(caplog, *words):
-  """Checks that backend=None selects xla, and logs the reason in one line."""
+  """Checks that backend=None selects xla, with the reason in one log line."""
   mesh = make_mesh({"ep": 4})
   with (
     caplog.at_level(logging.INFO, "ep"),

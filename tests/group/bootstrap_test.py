@@ -250,7 +250,7 @@ def test_a_timeout_without_end():
 
 
 def test_names_of_groups():
-  """A failed bootstrap frees its name. A name in use stays with its group."""
+  """A failed bootstrap frees the group's name. Open groups keep their names."""
   mesh = make_mesh({"ep": 4})
   with pytest.raises(ValueError, match="overflow"):
     bootstrap(mesh, name="owner", overflow="wrap")

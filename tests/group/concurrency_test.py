@@ -76,7 +76,7 @@ def test_two_programs_in_flight():
 
 
 def test_one_rank_runs_extra_programs():
-  """Ranks may launch other programs a different number of times."""
+  """Ranks need not launch unrelated programs equally often."""
   device = jax.devices()[1]
   extra = jax.jit(lambda x: x * 2)
   for _ in range(4):

@@ -38,7 +38,7 @@ LONG_S = 120.0  # A timeout_s that no scenario reaches.
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory):
-  """Runs four ranks through one failure after another; returns their notes."""
+  """Runs four ranks through several failures; returns the folder of notes."""
   notes = tmp_path_factory.mktemp("notes")
   run_traced(__file__, notes, "one_after_another", *DEATHS)
   return notes
@@ -93,7 +93,7 @@ def test_survivors_of_deaths_get_an_error(notes):
 
 
 def refusal(monkeypatch, library):
-  """Returns the error of a bootstrap with this file as the library."""
+  """Returns the error of a bootstrap with `library` as the native library."""
   monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(library))
   with pytest.raises((RuntimeError, OSError)) as error:
     bootstrap(make_mesh({"ep": 1}))

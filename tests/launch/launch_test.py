@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher starts, monitors and stops ranks as its docstring says."""
+"""The launcher starts, monitors and stops ranks as documented."""
 
 import ast
 import contextlib

@@ -29,7 +29,7 @@ def test_a_missing_library(capsys, tmp_path, monkeypatch):
 
 
 def test_the_default_backend_runs(capsys, tmp_path, monkeypatch):
-  """The check prints versions and files, and warns of another package ep."""
+  """The check prints versions and paths, and warns of another package `ep`."""
   other = tmp_path / "ep-0.2.4.dist-info"
   other.mkdir()
   (other / "METADATA").write_text("Name: ep\nVersion: 0.2.4\n")

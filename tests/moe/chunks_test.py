@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that send tokens in chunks give the results of one exchange.
+"""Layers that send tokens in chunks give the results of a single exchange.
 
 `overflow="chunk"` gives the results of a capacity that fits any routing.
 `token_chunks` gives the same results in less memory. Most tests use small whole

@@ -141,7 +141,7 @@ def dense(config, params, x, bias=None, mask=None):
 
 
 def with_grads(fn):
-  """Returns a function of outputs, metrics, and gradients of a loss."""
+  """Returns a function that computes outputs, metrics and loss gradients."""
 
   def loss(params, x, *others):
     y, metrics = fn(params, x, *others)
@@ -270,7 +270,7 @@ def test_masked_tokens_visit_no_expert_and_do_not_count():
 
 @of_one_process
 def test_vmap_of_grad_gives_the_gradients_of_each_example():
-  """`vmap(grad)` makes one exchange per example, so it sums no gradients.
+  """`vmap(grad)` exchanges once per example, so each has separate gradients.
 
   Each example here has a separate `w_up`, and the examples share the rest.
   """

@@ -41,7 +41,7 @@ def arrays(name, config=PLAIN):
 
 
 def vose(rows, capacity, num_slots):
-  """Returns the copies {(expert, rank): (slot, first, end)}.
+  """Returns all expert copies, as {(expert, rank): (slot, first, end)}.
 
   The copy takes the rows at positions first..end of its expert's queue. The
   loop fills one rank after another with rows of the fullest ranks.
@@ -217,7 +217,7 @@ def test_no_rank_has_more_than_the_mean(P, L):
 
 
 def test_derivatives_of_all_orders():
-  """Reverse over forward mode agrees with the layer without copies."""
+  """Copies change no derivative, in reverse over forward mode."""
   config = ep.MoEConfig(H, 5, E, K)
   params, *tokens = arrays("one_expert", config)
 

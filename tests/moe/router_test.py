@@ -191,7 +191,7 @@ def test_experts_come_from_the_best_groups(score, best, biased):
 
 
 def test_equal_groups_are_ordered_by_id():
-  """A token prefers a chosen group's experts with -inf to other groups."""
+  """A token prefers experts with -inf in its groups to any in other groups."""
   low = -jnp.inf
   logits = jnp.array([[0.0] * 8, [low, low, 0, low, 1, 1, low, low]])
   idx, _ = _route(logits, 4, num_groups=4, top_groups=2)

@@ -68,7 +68,7 @@ def test_combine_reads_no_padding_and_no_tail():
   ids=str,
 )
 def test_special_values(options, hidden, dtype):
-  """Zeros keep signs, sums flush subnormals, copied rows keep every bit."""
+  """Zeros keep signs, sums flush subnormals, and copied rows keep every bit."""
   case = Case(
     layer(**options), "with_unused_choices", hidden=hidden, specials=True
   )

@@ -82,7 +82,7 @@ def narrow_layer(mesh, rows_per_rank, backend=BACKEND, **options):
 
 
 def draw_weights(rng, kind, shape):
-  """Returns float32 [N, K]."""
+  """Draws float32 weights [N, K]."""
   special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0])
   values = {
     "equal": [1.0],
@@ -289,7 +289,7 @@ def test_layers_share_the_code_of_the_policy(short):
 
 @of_one_process
 def test_the_collectives_of_a_policy_are_not_hidden(short):
-  """The check allows a policy's collectives by name, and reports all others."""
+  """The check for hidden collectives allows only those of drop policies."""
   compiled = lower((short, sizes)).compile()
   assert "all-gather" in compiled.as_text()
   ep.assert_no_hidden_collectives(compiled)

@@ -158,7 +158,7 @@ def test_scales_round_up(format):
   "scale_type", ["float32", "bfloat16", "float8_e8m0fnu"]
 )
 def test_dequantize_of_every_row_and_scale_type(row_type, scale_type):
-  """The product is never denormal, however small the scale is."""
+  """The product of row and scale is never denormal, even for tiny scales."""
   rows = np.tile(np.arange(256, dtype=np.uint8), (80, 1)).view(row_type)
   scales = 2.0 ** np.linspace(-149, 127, 320).reshape(80, 4)
   if scale_type != "float8_e8m0fnu":

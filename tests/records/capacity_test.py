@@ -80,7 +80,7 @@ def test_drops_are_those_of_the_contract(mesh, alignment, drop_by, limit):
 
 
 def test_a_recorded_folder_and_its_table(tmp_path):
-  """A job with other ranks wrote the record; all its complete steps count."""
+  """A job with other ranks wrote the record; all complete steps count."""
   steps, a_layer = routings(), layer(name="moe_3")
   files.Writer(tmp_path, 0).write(
     files.Call("moe_3", 2, 1, rank, step, 0, "jit_f#0/1", step, half)

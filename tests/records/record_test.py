@@ -56,7 +56,7 @@ def put(a_layer, array, axes=0):
 
 
 def test_each_call_is_recorded_once(folder):
-  """A program records each call once, even if it was compiled before.
+  """A call is recorded once, even if its program was compiled before `record`.
 
   A rematerialized block in a scan makes one recorded call per iteration, some
   with dropped rows. Weights are recorded as float32, also if the layer ignores

@@ -30,7 +30,7 @@ def _example(path, title):
 
 
 def test_programs_of_the_pages_under_the_launcher(tmp_path):
-  """The programs exit with code 0, although one waits for no result."""
+  """All programs exit with code 0, even a program that waits for no result."""
   first = _example("docs/tutorial.md", "Twenty lines")
   second = _example("README.md", "The layer")
   code = f"{first}\ndef main():\n{textwrap.indent(second, '  ')}\nmain()\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ep stuck` finds the right records, and survives damaged ones."""
+"""`ep stuck` finds the records of processes, and reports damaged records."""
 
 import json
 import os
