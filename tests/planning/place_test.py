@@ -150,7 +150,7 @@ def test_no_sum_of_cost_and_moves_is_less_by_more_than_2_percent(
 
 
 def test_experts_move_only_for_what_they_save():
-  """After a 2% drift of loads, `place` without `old` moves almost all experts."""
+  """After a 2% drift of loads, a search without `old` moves most experts."""
   rng = np.random.default_rng(0)
   loads = rng.lognormal(sigma=0.5, size=(1, 256))
   here = cluster(1, 32)
