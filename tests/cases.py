@@ -104,7 +104,7 @@ class Case:
     return self._distinct(self._received).astype(dtype)
 
   def inputs(self, dtype=jnp.float32):
-    """Returns the arguments of `everything`."""
+    """Returns arrays for `op_functions.everything`."""
     rows, row_weights = self.rows(dtype), self.row_weights()
     return self.tokens(dtype), self.weights(), rows, row_weights
 
@@ -125,7 +125,7 @@ class Case:
     self.check(round_trip, self.tokens(), self.weights())
 
   def errors(self, fn, *arrays):
-    """Returns the error of `run` on each local rank, or "" if it succeeds."""
+    """Returns a dict from each local rank to its error message, "" if none."""
     shards = self.put(np.arange(ranks(self.layer))).addressable_shards
     errors = {shard.index[0].start: "" for shard in shards}
     try:
@@ -142,7 +142,7 @@ class Case:
     return errors
 
   def check_error(self, words, fn, *arrays):
-    """Checks that every rank's error of `run` contains all words."""
+    """Checks that `run` fails on every rank, with all words in the error."""
     for error in self.errors(fn, *arrays).values():
       for word in words:
         assert word in error

@@ -34,9 +34,9 @@ if "JAX_COORDINATOR_ADDRESS" not in os.environ:
     + " --xla_force_host_platform_device_count=4"
   )
 
-# XLA:CPU compiles a program in a third of the time if it does not optimize
-# the code. Optimized code is tested as 1x4: on the host backend by the tests
-# with quick_compiler = False, and on the xla backend by xla_backend_test.
+# XLA:CPU compiles in a third of the time if it does not optimize code. Only two
+# kinds of 1x4 tests run optimized code: tests of the host backend with
+# quick_compiler = False, and xla_backend_test.
 if "cuda" not in os.environ.get("JAX_PLATFORMS", "") and (
   os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
   or os.environ.get("EP_TEST_BACKEND") == "xla"
@@ -84,7 +84,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
   config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-  """Keeps only the first case of each test function with `--first_cases`."""
+  """Implements `--first_cases`: selects one case of each test function."""
   if not config.option.first_cases:
     return
   seen, kept, others = set(), [], []
@@ -138,7 +138,7 @@ def make_mesh(
 def to_global(
   array: np.ndarray, mesh: Mesh, spec: PartitionSpec = PartitionSpec()
 ) -> jax.Array:
-  """Returns a global array of `array`, which is the same on all processes."""
+  """Makes `array`, equal on all processes, a global array sharded by `spec`."""
   array = np.asarray(array)
   return jax.make_array_from_callback(
     array.shape, NamedSharding(mesh, spec), lambda index: array[index]
@@ -147,7 +147,7 @@ def to_global(
 
 @contextlib.contextmanager
 def refused(*words: str) -> Iterator[None]:
-  """Expects an error in the block, whose message contains all words."""
+  """Expects that the block raises an error whose message has all words."""
   with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
     yield
   for word in words:

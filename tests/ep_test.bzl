@@ -3,8 +3,8 @@
 
 load("@rules_python//python:defs.bzl", "py_test")
 
-# With only one flag of quick_compiler.py, different programs of one model give
-# the same bits. With both flags they do not; see docs/training.md.
+# Different programs of one model give the same bits with one of the two flags
+# of quick_compiler.py, but not with both flags; see docs/training.md.
 QUICK_AND_ALIKE = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }

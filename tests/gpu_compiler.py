@@ -29,7 +29,7 @@ needs_compiler = pytest.mark.skipif(
   reason="this needs JAX's CUDA plugin, but no GPU",
 )
 
-# A GPU for XLA. The sizes are those of an H100.
+# XLA's description of a GPU, with the sizes of an H100.
 _DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -75,14 +75,14 @@ def devices(
 
 @dataclasses.dataclass
 class Thunk:
-  """An operation, in the order in which XLA enqueues them.
+  """An operation of a compiled program, which XLA enqueues on a GPU stream.
 
   Attributes:
     kind: XLA's name of the kind, as "kAllReduce".
     name: the HLO instruction.
     stream: "" is the stream of the program.
-    beside: if this operation is on another stream, the operations that XLA
-      enqueues on the stream of the program before that stream waits for this.
+    beside: the operations that XLA enqueues on the stream of the program before
+      that stream waits for this operation, if this one is on another stream.
   """
 
   kind: str
@@ -91,7 +91,7 @@ class Thunk:
   beside: list["Thunk"] = dataclasses.field(default_factory=list)
 
 
-NOTHING = "nothing"  # the kind of what an empty pair runs on its stream
+NOTHING = "nothing"  # the kind of a placeholder in an empty start-done pair
 _CONTROL = "kCommandBuffer", "kSequential", "kWhile", "kConditional"
 
 
@@ -101,7 +101,7 @@ def compile_for_h100(
   folder: pathlib.Path,
   **options: Any,
 ) -> list[Thunk]:
-  """Compiles a program of `mesh` for as many H100; returns its thunks.
+  """Compiles for an H100 per device of `mesh`; returns thunks in XLA's order.
 
   XLA gets `options`, and dumps the program to `folder`.
   """
@@ -139,8 +139,8 @@ def _read(sequence: str, metadata: str) -> list[Thunk]:
     r"(?:.* stream=([\w[\]]+))?(?:.* async_id=(\d+))?"
   )
   thunks = []
-  running = {}  # the thunks of each pair that has begun
-  pair, stream, depth = "", "", math.inf  # of the start above
+  running = {}  # the thunks of each start-done pair that has no done yet
+  pair, stream, depth = "", "", math.inf  # of the last kAsyncStart
   for indent, number, kind, *start in re.findall(line, sequence, re.MULTILINE):
     if len(indent) <= depth:
       depth = math.inf

@@ -40,7 +40,7 @@ def not_with_xla(reason):
   return pytest.mark.skipif(BACKEND == "xla", reason=f"xla: {reason}")
 
 
-# Marks tests that more processes only repeat. On GPUs, each rank is a process.
+# Marks tests to run in one process only. But on GPUs, each rank is a process.
 of_one_process = pytest.mark.skipif(
   jax.process_count() > 1 and not GPU, reason="one process suffices"
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `ep.MoE` and `ep.moe_layer` on whole arrays."""
+"""Runs `ep.MoE` and `ep.moe_layer` on whole (unsharded) NumPy arrays."""
 
 import functools
 
@@ -12,13 +12,13 @@ import ep
 
 
 def draw_params(config, draw):
-  """Returns whole parameters, each `draw(shape)` in float32."""
+  """Returns unsharded parameters, each `draw(shape)` in float32."""
   shapes = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), config))
   return {n: np.float32(draw(s.shape)) for n, s in sorted(shapes.items())}
 
 
 def in_slots(placement, params):
-  """Returns whole parameters with the experts in slot order."""
+  """Returns unsharded parameters with the experts in slot order."""
   return {
     n: p[placement.experts] if n.startswith(("w_", "b_")) else p
     for n, p in params.items()
@@ -33,7 +33,7 @@ def put(layer, params, *tokens):
 
 
 def whole(tree):
-  """Returns whole NumPy arrays on every process."""
+  """Gathers sharded arrays: returns whole NumPy arrays on every process."""
   if jax.process_count() == 1:
     return jax.tree.map(np.asarray, tree)
   everywhere = jax.tree.map(
@@ -49,7 +49,7 @@ def _same(tree):
 
 @functools.cache
 def step_of(layer, view="global"):
-  """Returns a program of outputs, metrics and gradients.
+  """Returns a program that computes a layer's outputs, metrics and gradients.
 
   XLA compiles one program for equal layers.
   """
@@ -105,7 +105,7 @@ def run_forward(
 
 @functools.cache
 def moe_step_of(layer, view="global", activation=jax.nn.silu):
-  """Returns a program of the output of `ep.moe_layer` and its gradients."""
+  """Returns a program that computes `ep.moe_layer` and its gradients."""
 
   def step(topk_idx, tokens, weights, matrices, ct):
     def moe(tokens, weights, matrices):

@@ -93,7 +93,7 @@ def block_and_back(ops, tokens, weights, g):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Moved:
-  """Arrays whose elements are copies, so that NaNs keep their bits."""
+  """Arrays that an op copies without arithmetic, so NaNs keep their bits."""
 
   arrays: tuple[jax.Array, ...]
 

@@ -14,7 +14,7 @@ DTYPES = pytest.mark.parametrize(
 
 EVERY_ROUTING = pytest.mark.parametrize("routing", ROUTINGS)
 
-# Options of `layer`.
+# Options of `groups.layer`.
 LAYERS = pytest.mark.parametrize(
   "options",
   [

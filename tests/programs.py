@@ -47,7 +47,7 @@ def run_here(main, flags, monkeypatch, capfd):
 
 
 def refusal(main, flags, monkeypatch, capfd):
-  """Runs a program that must fail in this process, and returns its output."""
+  """Runs, in this process, a program that must fail; returns its output."""
   code, output = run_here(main, flags, monkeypatch, capfd)
   assert code != 0
   return output + str(code)  # Python prints a string passed to sys.exit.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options with which XLA:CPU compiles a program in a third of the time.
 
-XLA then does not optimize the code. The operations are the same.
+With the options, XLA does not optimize code, but runs the same operations.
 """
 
 from jaxlib import version
 
 QUICK = {"xla_backend_optimization_level": 0}
-# XLA's defaults, for a process whose flags select QUICK.
+# Options that restore XLA's defaults, for a process whose flags select QUICK.
 OPTIMIZED = {"xla_backend_optimization_level": 3}
 
 # Newer jaxlib versions have one fusion emitter, and reject the option.

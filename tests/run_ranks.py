@@ -13,8 +13,8 @@ import re
 import subprocess
 import sys
 
-# The launcher needs no JAX, and importing JAX takes a second. ep/__init__.py
-# imports JAX, so this program does not run ep/__init__.py.
+# Importing JAX takes a second, and the launcher does not need JAX. This program
+# skips ep/__init__.py, which imports JAX.
 _PACKAGE = importlib.util.find_spec("ep")
 sys.modules["ep"] = importlib.util.module_from_spec(_PACKAGE)
 

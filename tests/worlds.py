@@ -40,7 +40,7 @@ def run_world(program, notes, *args, processes=RANKS, devices=1, env=None):
 
 
 class Rank:
-  """The rank that this process runs, for a program that `run_world` starts."""
+  """This process's rank, in a program that `run_world` starts."""
 
   def __init__(self, notes):
     self.index = jax.process_index()

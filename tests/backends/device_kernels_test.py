@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes on the flags of XLA's device kernel for ragged all-to-alls."""
+"""ep logs which flags turn on XLA's device kernel for ragged all-to-alls."""
 
 import logging
 
@@ -52,7 +52,7 @@ def test_flags_that_are_missing(monkeypatch, flags, missing):
   ],
 )
 def test_flags_that_are_set(monkeypatch, flags, tmp_path):
-  """XLA_FLAGS has the flags, or the path of a file of flags."""
+  """XLA_FLAGS contains the flags, or names a file that contains them."""
   path = tmp_path / "flags"
   path.write_text(flags)
   for text in flags, str(path):
@@ -109,7 +109,7 @@ def test_the_check_prints_the_note(monkeypatch, capsys):
 
 
 def test_the_bootstrap_logs_the_note(monkeypatch, caplog):
-  """The note is about the domains of the group's mesh, and comes once."""
+  """Only backend="xla" logs the note, for the group's EP domains."""
   monkeypatch.setattr(device_kernels, "note", lambda d: f"shape {d.shape}")
   with caplog.at_level(logging.INFO, "ep"):
     for backend in "xla", "host":

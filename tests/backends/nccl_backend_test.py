@@ -67,7 +67,7 @@ LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
   [f"--{SCHEDULER}=false", f"--a=b --{SCHEDULER}=0 --c", f"--{LIMIT}=4"],
 )
 def test_flags_are_refused_that_put_collectives_beside_ops(monkeypatch, flags):
-  """gpu_streams_test compiles a program with one of them."""
+  """gpu_streams_test shows the effect of one of these XLA flags."""
   monkeypatch.setattr(nccl_backend.jax, "local_devices", lambda: [gpu()])
   monkeypatch.setattr(installation, "prepare", lambda _: ("", ""))
   monkeypatch.setattr(ffi, "path_and_interface", lambda _: "a path")
@@ -156,7 +156,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
     patch.setenv("XLA_FLAGS", f"--{LIMIT}=1 --{LIMIT}=2")
     with pytest.raises(ValueError, match=f"--{LIMIT}=2.*indefinitely"):
       NcclBackend().connect(group, join)
-  # The group's default capacity, which layers inherit, is the worst case's.
+  # By default, the group's capacity fits the worst case, and layers inherit it.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved
   assert made == dict(
@@ -209,7 +209,7 @@ def test_processes_agree_on_ep_nccl_communicator(monkeypatch):
 def test_the_library_fits_the_plugin_of_jax(
   tmp_path, monkeypatch, plugins, wheels, found
 ):
-  """A user may have ep wheels for CUDA 12 and 13, but has one CUDA plugin."""
+  """Of two wheels, for CUDA 12 and 13, ep uses the one for JAX's plugin."""
   for version in plugins:
     (tmp_path / f"jax_cuda{version}_plugin").mkdir()
     monkeypatch.delitem(sys.modules, f"jax_cuda{version}_plugin", False)
@@ -246,8 +246,8 @@ VARIABLES = [
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
   """Simulates a machine whose only files are in the returned folder."""
-  # `prepare` sets some variables. monkeypatch unsets a variable afterwards only
-  # if setenv has set it.
+  # `prepare` sets these variables. After the test, monkeypatch restores only
+  # variables that monkeypatch itself has changed.
   for variable in VARIABLES:
     monkeypatch.setenv(variable, "")
     monkeypatch.delenv(variable)
@@ -281,7 +281,7 @@ def write_nccl_header(folder, version=23007):
 
 
 def wheels(machine, script="exit 0"):
-  """Installs NCCL, NCCL EP and a compiler for CUDA 13; returns the compiler."""
+  """Writes fake wheels of NCCL, NCCL EP and CUDA 13; returns the fake nvcc."""
   for file in [
     "nvidia/nccl/lib/libnccl.so.2",
     "nccl/ep/lib/cu12/libnccl_ep.so",
@@ -390,7 +390,7 @@ def test_prepare_refuses_a_compiler_that_fails(machine):
   "version, words", [(23203, "2.32.3"), (23006, "2.30.6")]
 )
 def test_prepare_refuses_headers_of_another_nccl(machine, version, words):
-  """With wrong headers, NCCL EP's kernels would misread their arguments."""
+  """Compiled with wrong headers, NCCL EP's kernels would misread arguments."""
   wheels(machine)
   write_nccl_header(machine / NCCL_INCLUDE, version)
   assert_refused(words, "nvidia-nccl-cu13==2.30.7", "BUILD_INCLUDE_DIR")

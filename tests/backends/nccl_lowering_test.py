@@ -55,7 +55,7 @@ def test_fp8_rows_arrive_with_their_scales(case):
 
 
 def test_the_calls_alone_are_on_the_stream_of_collectives(case):
-  """Each call is in a separate function, which XLA does not inline."""
+  """Each op's call is in a separate function, which XLA does not inline."""
   program = lower((case, everything, *case.inputs())).as_text()
   calls = [x for x in program.splitlines() if "_xla_stream_annotation" in x]
   assert len(calls) == 6
@@ -65,7 +65,7 @@ def test_the_calls_alone_are_on_the_stream_of_collectives(case):
 
 
 def test_the_program_names_the_communicators_to_borrow(case, monkeypatch):
-  """The host engine decodes lent_axis and lent_mesh, and ignores them."""
+  """The host engine decodes lent_axis and lent_mesh, but uses neither."""
   assert "lent_mesh = array" not in program_text(case)
   monkeypatch.setattr(HostEngine, "borrows", True)
   mesh = make_mesh({"dp": 2, "ep": 2})
@@ -90,7 +90,7 @@ def test_a_program_survives_its_export(case):
 
 
 def opaque_kernel(_, out_type, **__):
-  """Replaces Mosaic kernels, whose slow lowering is left to by_mosaic_test."""
+  """Replaces Mosaic kernels, which JAX lowers slowly; see by_mosaic_test."""
   return jax.ffi.ffi_call("kernel", out_type)
 
 
@@ -98,7 +98,7 @@ def opaque_kernel(_, out_type, **__):
 def test_a_layer_on_hopper_touches_no_unused_rows(
   weigh, alignment, monkeypatch
 ):
-  """XLA computes nothing on arrays of all C rows, even in gradients."""
+  """No XLA operation computes on all C rows of a buffer, even in gradients."""
   device = types.SimpleNamespace(compute_capability="9.0", core_count=132)
   monkeypatch.setattr(host, "HostConnection", HostEngine)
   monkeypatch.setattr(compat, "local_device", lambda _: device)
@@ -128,7 +128,7 @@ def test_a_layer_on_hopper_touches_no_unused_rows(
 
 
 def test_expert_weights_are_copied_as_rows_of_tokens(monkeypatch):
-  """Expert replicas give the host backend's gradients, and balance the rows."""
+  """Expert copies balance the rows, and change gradients only by rounding."""
   config = ep.MoEConfig(13, 5, 8, 2, biases=True)
   copies = dataclasses.replace(config, replica_slots=2)
   rng = np.random.default_rng(0)

@@ -26,12 +26,12 @@ SIZES = dict(
 
 @pytest.fixture(scope="module", autouse=True)
 def fake():
-  """Loads fakes of CUDA, NCCL and NCCL EP; the backend loads no other ones."""
+  """Loads fakes of CUDA, NCCL and NCCL EP, which the backend then uses."""
   ctypes.CDLL(os.environ["FAKE_NCCL"], ctypes.RTLD_GLOBAL)
 
 
 def on_ranks(count, function):
-  """Calls `function` with each rank, on threads of the fakes' only process."""
+  """Calls `function(rank)` on one thread per rank, all in this process."""
   with futures.ThreadPoolExecutor(count) as threads:
     list(threads.map(function, range(count)))
 
@@ -113,7 +113,7 @@ def test_a_larger_group_replaces_one_of_the_same_name():
 
 
 def error_in_a_new_process(libraries, *files):
-  """Loads the files in a new process; returns the error of `new_nccl_id`."""
+  """Loads `files` in a new process; returns the error of `new_nccl_id`."""
   program = """
 import ctypes, sys
 from ep._src.native import ffi
@@ -149,7 +149,7 @@ def test_a_missing_library_is_named():
 
 
 def test_sizes_are_passed_in_order():
-  """The error about a wrong size names the size."""
+  """For each wrong size, the error names that size and not another one."""
   for sizes, word in [
     (dict(num_experts=6), "num_experts = 6"),
     (dict(ep_size=1), "ep_size = 1"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that wait learn which ranks are missing, and name the same ranks.
+"""All waiting ranks find out which ranks are missing, and report the same ones.
 
 The processes ask each other for the progress of their simulated GPUs.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A build for CUDA contains the files of NCCL EP; for CUDA 13 also nvcc."""
+"""A Bazel build for CUDA contains NCCL EP, and for CUDA 13 also nvcc."""
 
 import os
 import pathlib

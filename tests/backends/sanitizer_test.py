@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sanitizer finds no error in the ops.
+"""The ops run without an error of the sanitizer.
 
 Other tests check the results. This file has few and small cases, because native
 code is slow under a sanitizer.
@@ -24,7 +24,7 @@ def case():
 
 
 def test_this_process_has_the_runtime():
-  """Without the sanitizer's runtime this file checks nothing."""
+  """Without the sanitizer's runtime, the other tests would check nothing."""
   assert "san.so" in os.environ["LD_PRELOAD"]
 
 
@@ -44,7 +44,7 @@ def test_launches_in_flight(case):
 
 
 def test_a_handle_with_flipped_bits(case):
-  """A flipped bit in a handle is an error, or rows stay in their buffers."""
+  """If a handle has a flipped bit, ops raise or access only their buffers."""
   handle = case.run(lambda ops: ops.handle)
   mem = np.asarray(handle.mem)
   use = jax.jit(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of XLA's ragged-all-to-all on GPUs, with and without two flags.
+"""Two XLA flags put ragged-all-to-all's operands into symmetric GPU memory.
 
 XLA's device kernel of the exchange needs operands and results in symmetric
 memory. XLA chooses between its kernels at run time, so the compiled program
@@ -25,7 +25,7 @@ FLAGS = (
 
 
 def _memory() -> list[list[str]]:
-  """Returns the memory spaces of the rows to send, and of received rows."""
+  """Returns the memory spaces of sent rows and of received rows."""
   gpus = np.array(devices("NVIDIA H100 80GB HBM3", 132, "9.0", 4))
   mesh = jax.sharding.Mesh(gpus, ("ep",))
   sharding = jax.sharding.NamedSharding(mesh, jax.P("ep"))
@@ -57,7 +57,7 @@ def _memory() -> list[list[str]]:
   jax.__version_info__ < (0, 12), reason="XLA does not know the flags"
 )
 def test_the_flags_put_sent_rows_into_the_memory_of_received_rows(monkeypatch):
-  """Each process has one value of the flags."""
+  """XLA reads its flags once, so each value needs a new process."""
   context = multiprocessing.get_context("spawn")
   found = []
   for flags in "", FLAGS:

@@ -51,7 +51,7 @@ def test_needs_no_native_library(monkeypatch):
     group.check()
 
 
-# --- The same bits -----------------------------------------------------------
+# --- Bits equal to the oracle's ----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_no_tokens():
 
 
 def test_choices_that_are_too_many_for_one_word(monkeypatch):
-  """The plan sorts the experts in a separate array."""
+  """If expert and choice do not fit one uint32, the plan sorts two arrays."""
   monkeypatch.setattr(plans, "_WORDS", 0)
   case = Case(layer(name="many"), "skewed")
   case.check(dispatch, case.tokens(), case.weights())
@@ -109,7 +109,7 @@ def test_ragged(monkeypatch):
     "platform_dependent",
     lambda *args, default, **_: default(*args),
   )
-  # With this new name, the layer cannot reuse a program of another test.
+  # The name differs from other tests' layers, so JAX compiles a new program.
   options = dict(recv_capacity_per_rank=12, overflow="drop", name="ragged")
   case = Case(layer("dp2_ep2", **options), "skewed", whole=True)
   with ep.lax.install():
@@ -130,8 +130,8 @@ def test_ragged_where_the_platform_has_it():
     ragged, padded = "@ragged_all_to_all", "stablehlo.all_to_all"
     assert (ragged in text) == (platform != "cpu")
     assert (padded in text) == (platform == "cpu")
-    # Each exchange writes to a buffer that depends on its rows. XLA would move
-    # a constant buffer out of a loop, and copy it in each iteration.
+    # An exchange's output buffer must depend on the sent rows. XLA would move a
+    # constant buffer out of a loop, and copy the buffer in each iteration.
     for call in re.finditer(rf"{ragged}\((%\w+), (%\w+),", text):
       sent, *makers = call.groups()
       while sent not in makers:
@@ -155,7 +155,7 @@ def test_a_rank_by_itself_exchanges_nothing():
 
 @pytest.fixture
 def cannot_raise(monkeypatch):
-  """Makes programs unable to raise errors, as exported programs are."""
+  """Makes programs unable to raise errors, like exported programs."""
   monkeypatch.setattr(compat, "can_call_python", lambda ctx: False)
 
 
@@ -218,7 +218,7 @@ def test_a_rank_with_a_forged_handle_sends_nan(cannot_raise):
 
 
 def assert_selects_xla(caplog, *words):
-  """Checks that backend=None selects xla, and logs the reason in one line."""
+  """Checks that backend=None selects xla, with the reason in one log line."""
   mesh = make_mesh({"ep": 4})
   with (
     caplog.at_level(logging.INFO, "ep"),

@@ -81,7 +81,7 @@ class Compilation(unittest.TestCase):
 
 
 class PyToolchain(unittest.TestCase):
-  """The Python toolchain is visible to a Bazel that checks its visibility."""
+  """If Bazel checks the visibility of toolchains, our Python one is visible."""
 
   def test_the_toolchain_is_visible(self):
     flag = "--incompatible_check_visibility_for_toolchains"
@@ -89,7 +89,7 @@ class PyToolchain(unittest.TestCase):
 
 
 class Cuda(unittest.TestCase):
-  """A line in the consumer's .bazelrc gives the consumer a build for CUDA."""
+  """One line in a consumer's .bazelrc selects the build of ep for CUDA."""
 
   CONFIG = "--config=cuda13"
 
@@ -104,7 +104,7 @@ class Cuda(unittest.TestCase):
         check_line(self, line, "-O2")
 
   def test_programs_bring_the_jax_plugin(self):
-    # The consumer's empty packages replace ones that take long to download.
+    # Empty packages in the consumer replace packages that download slowly.
     flags = [
       f"--@jax_ep//third_party/py:{package}=//:{package}"
       for package in ("absl", "jax_gpu")

@@ -83,7 +83,7 @@ def test_the_check_detects_a_wrong_value(capsys):
     deviations = ep_moe.relative_deviations(wrong, expected)
     assert ep_moe.verdict(deviations, 1e-6) == 1
     assert "FAILED: a: " in capsys.readouterr().out
-  # A gradient that is only rounding error does not count.
+  # A gradient so small that it is only rounding error does not count.
   deviations = ep_moe.relative_deviations(
     {"grad": np.zeros(3)}, {"grad": np.full(3, 1e-18)}
   )

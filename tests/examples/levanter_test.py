@@ -23,7 +23,7 @@ T, H, F, E, K = 32, 8, 12, 8, 2
 
 
 def _through(group):
-  """Returns a replacement of `_moe_mlp_ep_ragged_a2a_local`."""
+  """Returns a replacement of `_moe_mlp_ep_ragged_a2a_local` that uses ep."""
 
   def of_rank(
     x,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes agree with a dense model, or with the functions of ep.moe.
+"""The recipes for other frameworks agree with a dense model or with `ep.MoE`.
 
 Modules of Flax and Equinox train with the same bits as the functions. For the
 recipes for other frameworks, compares outputs and all gradients with a model in
@@ -27,7 +27,7 @@ from recipes import equinox_moe, flax_moe, maxtext, transformer_engine
 B, S, H, F, E, K = 4, 4, 8, 16, 8, 2
 _CONFIG = ep.MoEConfig(hidden=H, inner=F, num_experts=E, top_k=K)
 _STEPS = 3
-# Weight decay would change the router's bias if it were a parameter.
+# Weight decay would change the router's bias if the bias were a parameter.
 _OPTIMIZER = optax.adamw(1e-2, weight_decay=0.1)
 
 
@@ -123,7 +123,7 @@ def _train_equinox(layer, x):
   "train", [_train_flax, _train_equinox], ids=lambda f: f.__name__
 )
 def test_a_module_trains_as_the_layer_does(moe, x, train):
-  """Parameters and state have the same bits after `_STEPS` steps."""
+  """After `_STEPS` steps, module and layer have equal parameters and state."""
   first, params, state = train(moe, x)
   want_state, optimizer = moe.init_state(), _OPTIMIZER.init(first)
   want = first
@@ -201,7 +201,7 @@ def _check(expected, group, specs, model, gathers=False):
     return jnp.mean((y - 1.0) ** 2), others
 
   compiled = jax.jit(jax.value_and_grad(fn, has_aux=True)).lower(args).compile()
-  # Only ep moves tokens. Recipes call the collectives with an underscore.
+  # XLA sums with all-reduces. Recipes call the collectives with underscores.
   meant = ["all-reduce", "reduce_scatter", "all_gather"]
   meant += ["all-gather", "reduce-scatter"] * gathers
   ep.assert_no_hidden_collectives(compiled, allow=meant)
@@ -320,7 +320,7 @@ _SPECS = dict(
 
 def test_transformer_engine_ops(expected, layer):
   def of_rank(rows, counts, kernels, biases):
-    """Computes experts from the counts, as TransformerEngine's code does."""
+    """Applies a rank's experts; `counts` has the number of rows per expert."""
     rows, sizes, (w0, w1, wo) = rows[0], counts[0], kernels
     ids = jnp.repeat(jnp.arange(len(w0)), sizes, total_repeat_length=len(rows))
     b0, b1, bo = (b[ids] for b in biases)

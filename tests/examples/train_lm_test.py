@@ -35,7 +35,7 @@ _CONFIG = model.Config(
   num_experts=4,
   top_k=2,
   wire=None,
-  # A shard has 24 tokens: a mean over 24 tokens rounds, over 2^n it may not.
+  # A shard has 24 tokens, as a mean over 2^n tokens may need no rounding.
   batch=12,
   shards=4,
   length=8,
@@ -109,7 +109,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, tmp_path):
 
 
 def test_the_dense_layer_is_an_moe_of_one_expert():
-  """The dense layer is as large as the top_k experts of a token."""
+  """The dense layer has the inner size of top_k experts together."""
   config = _CONFIG.dense
   assert (config.inner, config.num_experts) == (32, 1)
   layer = ep.MoE(config.moe, make_mesh({"dp": 4, "ep": 1}))
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_another_run_is_refused(program, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_not_continued(program, tmp_path):
-  """With a damaged file, the state is right or an error says what to do."""
+  """With a damaged file, `restore` returns the right state or raises."""
   start, saved = program.state(), program.run(program.state(), 1)[0]
   folder = RunFolder(tmp_path, {"a": 0.1})
   folder.save(saved)
@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_is_not_continued(program, tmp_path):
       else:
         np.testing.assert_equal(_shards(state), _shards(saved))
     file.write_bytes(whole)
-  # Orbax leaves files that it never reads, and their number varies.
+  # Orbax never reads some files, so damage to these files is not refused.
   assert refused > len(damages)
   state, _ = RunFolder(tmp_path, {"a": 0.1}).restore(start)
   np.testing.assert_equal(_shards(state), _shards(saved))

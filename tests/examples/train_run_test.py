@@ -20,7 +20,7 @@ import ranks
 import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
-# With one layer, XLA would sum the squares for grad_norm in one order only.
+# The order in which XLA sums squares for grad_norm can vary only with 2 layers.
 _TINY = (
   f"--text={__file__} --save_every={_SAVE_EVERY} --warmup=5 --batch=8"
   " --length=16 --layers=2 --hidden=32 --inner=16 --num_experts=4"
@@ -46,7 +46,7 @@ def _launched(out, *more):
 def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
   tmp_path, monkeypatch, capfd
 ):
-  """Repeats the steps after the checkpoint, and extends the run.
+  """The second run repeats the steps after the checkpoint, and adds more steps.
 
   Starts with four ranks and continues with one rank, with fp8 rows.
   """
@@ -68,7 +68,7 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
   assert len(before) < _STEPS
 
   longer = _SAVE_EVERY + 60
-  # The xla backend gives the same bits only without XLA's optimizations.
+  # The xla backend gives the host backend's bits only if XLA optimizes no code.
   alone = "--dp=1", "--ep=1", "--backend=xla"
   trace = f"--trace={tmp_path}/steps.json.gz"
   picture = f"--plot={tmp_path}/run.svg"

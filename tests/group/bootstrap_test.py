@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_bootstrap, EpLayerConfig and ep_resize check arguments; groups close."""
+"""Tests argument checks of bootstrap, layers and resize, and closing groups."""
 
 import copy
 import math
@@ -89,7 +89,7 @@ OTHER_BACKEND = "host" if GPU else "nccl"
   ids=str,
 )
 def test_refuses(options, words):
-  """The message names the argument, its value and the condition."""
+  """The error names the argument, its value and the violated condition."""
   mesh = make_mesh({"dp": 2, "ep": 2})
   with refused("ep_bootstrap", *words):
     bootstrap(mesh, **options)
@@ -245,12 +245,12 @@ def test_a_timeout_without_end():
   for timeout_s in math.inf, 1e300:
     with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
       if jax.process_index() == 0:
-        time.sleep(1.5)  # longer than the tick that checks deadlines
+        time.sleep(1.5)  # longer than the interval between deadline checks
       Case(ep.EpLayerConfig(group)).check_round_trip()
 
 
 def test_names_of_groups():
-  """A failed bootstrap frees its name. A name in use stays with its group."""
+  """A failed bootstrap frees the group's name. Open groups keep their names."""
   mesh = make_mesh({"ep": 4})
   with pytest.raises(ValueError, match="overflow"):
     bootstrap(mesh, name="owner", overflow="wrap")
@@ -277,7 +277,7 @@ def test_the_attributes_of_a_group(mesh):
 
 
 def test_copies():
-  """Copies of groups and layers are the originals; handles keep the layer."""
+  """Copying a group or layer returns the original; handles share the layer."""
   case = Case(layer())
   for value in case.layer, case.layer.group:
     assert copy.copy(value) is value

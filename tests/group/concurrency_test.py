@@ -31,7 +31,7 @@ def claim(routing="uniform", fn=block_and_back, scale=1, **options):
 
 
 def test_many_layers_of_two_groups(request):
-  """12 layers of each group run a block each, in any order."""
+  """In each of two groups, 12 layers dispatch and combine in any order."""
   claims = [
     claim(
       ROUTINGS[i % 4],
@@ -76,7 +76,7 @@ def test_two_programs_in_flight():
 
 
 def test_one_rank_runs_extra_programs():
-  """Ranks may launch other programs a different number of times."""
+  """Ranks need not launch unrelated programs equally often."""
   device = jax.devices()[1]
   extra = jax.jit(lambda x: x * 2)
   for _ in range(4):

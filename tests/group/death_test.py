@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclasses.dataclass(frozen=True)
 class Death:
-  """A death that a text such as "3 kill dispatch during" describes."""
+  """A rank's death, parsed from a text such as "3 kill dispatch during"."""
 
   rank: int
   way: str
@@ -180,7 +180,7 @@ class Work:
 
 
 class FaultyRank(Rank):
-  """A rank of a job in which ranks die, perhaps this one."""
+  """A rank of a job in which ranks die, and this rank may be one of them."""
 
   def __init__(self, notes):
     super().__init__(notes)
@@ -219,7 +219,7 @@ class FaultyRank(Rank):
       axis_types=(jax.sharding.AxisType.Auto,),
       devices=devices,
     )
-    # Every possible number of living ranks divides 12 experts.
+    # 12 experts can be split evenly over any possible number of living ranks.
     name = f"round_{self.round}"
     return bootstrap(mesh, num_experts=12, timeout_s=LONG_S, name=name)
 

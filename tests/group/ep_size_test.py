@@ -14,7 +14,7 @@ MESHES = ["dp4_ep1", "dp2_ep2", "ep4"]  # EP sizes 1, 2 and 4
 
 
 def local_results(mesh, dtype):
-  """Returns this process's results, which all meshes split equally."""
+  """Returns this process's part of the results, the same part for each mesh."""
   case = Case(layer(mesh), "with_unused_choices")
   # Square roots as weights make products inexact.
   inputs = case.tokens(dtype), np.sqrt(case.weights()), case.tokens(dtype)

@@ -38,14 +38,14 @@ LONG_S = 120.0  # A timeout_s that no scenario reaches.
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory):
-  """Runs four ranks through one failure after another; returns their notes."""
+  """Runs four ranks through several failures; returns the folder of notes."""
   notes = tmp_path_factory.mktemp("notes")
   run_traced(__file__, notes, "one_after_another", *DEATHS)
   return notes
 
 
 def notes_of_errors(notes, name, ranks):
-  """Yields the error that each rank noted, after its delay in seconds."""
+  """Yields (seconds until the error, error message) for each noted rank."""
   texts = {note.name: note.read_text() for note in notes.glob(f"{name}_*")}
   assert texts.keys() == {f"{name}_{rank}" for rank in ranks}
   for text in texts.values():
@@ -93,7 +93,7 @@ def test_survivors_of_deaths_get_an_error(notes):
 
 
 def refusal(monkeypatch, library):
-  """Returns the error of a bootstrap with this file as the library."""
+  """Returns the error of a bootstrap with `library` as the native library."""
   monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(library))
   with pytest.raises((RuntimeError, OSError)) as error:
     bootstrap(make_mesh({"ep": 1}))
@@ -101,7 +101,7 @@ def refusal(monkeypatch, library):
 
 
 def test_no_library(tmp_path, monkeypatch):
-  """The error names the places where ep looks for the library, and cures."""
+  """The error names cures, and the places where ep looks for the library."""
   message = refusal(monkeypatch, tmp_path / "nowhere.so")
   places = ["EP_FFI_LIBRARY_PATH", "nowhere.so", "runfiles", "package"]
   for word in [*places, "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
@@ -172,7 +172,7 @@ class Scenarios(Rank):
     if self.index == 3:
       self.wait_for("lost_*", 3)
     else:
-      # The native op is the program's first collective.
+      # With these options, no XLA collective precedes the native op.
       options = dict(drop_by="weight", recv_capacity_per_rank=8)
       self.note_error("alone", lambda: self.prepare(group, **options))
     self.note_error("lost", lambda: self.bootstrap(timeout_s=TIMEOUT_S))
@@ -181,7 +181,7 @@ class Scenarios(Rank):
     death_test.main(self.notes, *deaths)
 
   def psum(self):
-    """Makes domain 0 fail after domain 1 has run its only op."""
+    """Makes ep_prepare fail in domain 0 after it has succeeded in domain 1."""
     mesh = make_mesh(MESHES["dp2_ep2"])
     group = bootstrap(mesh, top_k=1, exit_after_s=EXIT_S)
     layer = ep.EpLayerConfig(group, name="moe_3", recv_capacity_per_rank=8)
@@ -200,7 +200,7 @@ class Scenarios(Rank):
       scalar = jax.ShapeDtypeStruct((), np.int32)
       domain, rank = lax.axis_index("dp"), lax.axis_index("ep")
       domain = jax.pure_callback(before, scalar, domain)
-      # In domain 0 all tokens go to expert 0, and in domain 1 to none.
+      # In domain 0 all tokens choose expert 0; in domain 1 they choose none.
       handle = ep.ep_prepare(layer, jnp.full((5, 1), -domain))
       rows = handle.total_recv_tokens.sum()
       rows = jax.pure_callback(after, scalar, domain, rank, rows)

@@ -51,7 +51,7 @@ def run_exit_handlers():
 
 
 def expect_refused(group):
-  """Checks that each use of the group raises an error with the owner's id."""
+  """Checks that every use of the group raises an error with the parent's id."""
   owner = f"the id {os.getppid()}, of which this one is a forked child"
   case = Case(ep.EpLayerConfig(group))
   for use in (group.memory, group.check, lambda: case.run(handle_of)):

@@ -84,7 +84,7 @@ def want():
 
 
 def test_a_program_is_released_with_its_function(lifetimes, want):
-  """A group is released with its program, even if JAX caches program parts."""
+  """A released program releases its group, even if JAX caches program parts."""
   check_lifetimes(
     lifetimes // LIFETIMES_OF_A_PROGRAM, lambda group: run_program(group, want)
   )
@@ -226,7 +226,7 @@ else:
 
 
 def run_at_exit(tmp_path, first, second, timeout_s):
-  """Returns the logs of both ranks, which also contain lines of Gloo's threads.
+  """Runs `_LAUNCH_ALONE` on two ranks; returns logs, with lines from Gloo.
 
   A rank exits with code 1.
   """
@@ -244,7 +244,7 @@ def test_at_exit_an_op_that_only_one_rank_ran_is_an_error(tmp_path):
 
 @starts_ranks
 def test_at_exit_a_process_waits_for_its_programs(tmp_path):
-  """A process waits up to `timeout_s`, but does not wait after an exception.
+  """An exiting process waits up to `timeout_s`, but not after an exception.
 
   The exception occurs while the other process waits.
   """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes agree and exchange addresses with few requests and bytes each.
+"""Each process needs few requests and bytes to bootstrap with the others.
 
 Clients of a real coordination service simulate up to 512 processes, and a store
 in memory simulates more.
@@ -121,7 +121,7 @@ def test_a_process_makes_few_requests(service, count, size):
   for m, found in zip(every, held, strict=True):
     domain = [other for other in every if other.me // size == m.me // size]
     assert found == {other.me: introduction(other) for other in domain}
-  # When a wait ends early, a process makes one more request and waits again.
+  # If a wait returns too early, a process makes a request and waits again.
   assert {c.requests - 2 * (c.waits - 1) for c in clients[1:]} == {5}
   assert max(c.bytes for c in clients[1:]) < 3000 + 400 * size
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program on another mesh than its group's is exact or fails on all ranks."""
+"""A program on a mesh in another order is exact, or fails on all ranks."""
 
 import jax
 from jax.sharding import AxisType, Mesh

@@ -37,7 +37,7 @@ def either(odd, others):
 
 @pytest.fixture(scope="module")
 def group():
-  """Makes a group that several tests share, and whose ep_finalize succeeds."""
+  """Makes a group for several tests; `ep_finalize` must succeed after them."""
   with bootstrap(make_mesh({"ep": RANKS})) as group:
     yield group
 
@@ -116,7 +116,7 @@ def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
 
 @pytest.mark.parametrize("equal_counts", [False, True])
 def test_a_handle_of_another_routing(group, make_layer, equal_counts):
-  """A rank that uses the previous step's handle is detected."""
+  """Ranks detect that one rank uses the handle of the previous step."""
   layer = make_layer()
   cases = [Case(layer, routing) for routing in ["uniform", "skewed"]]
   if equal_counts:  # Swap two tokens of each rank.
@@ -147,7 +147,7 @@ def expect_timeout(fn, *words):
 
 
 def test_ops_in_another_order():
-  """Two programs may order independent ops differently."""
+  """Ranks time out if one rank orders independent ops in another way."""
   group = short_timeout_group()
 
   def branches(ops, tokens, weights, rows):
@@ -241,7 +241,7 @@ def test_other_arguments():
 )
 def test_other_flags_of_xla(monkeypatch, odd, others):
   count = f"--xla_force_host_platform_device_count={1 + ODD}"
-  # Scripts that append to the variable may leave a leading space.
+  # Scripts that append to XLA_FLAGS may leave a leading space.
   monkeypatch.setenv("XLA_FLAGS", f" {count} {either(odd, others)}")
   error = expect_no_bootstrap("XLA_FLAGS = ", "--xla_a=1", "same options")
   assert "device_count" not in error

@@ -40,7 +40,7 @@ MOST = Footprint(
   threads=IN_FLIGHT * jax.local_device_count(),
 )
 
-# Runs of fewer steps are too short to measure their speed.
+# The speed of a run with fewer steps cannot be measured well.
 TIMED_STEPS = 10_000
 SLOWER = 0.1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes two hosts, joined by a cable, out of this machine, without root.
+"""Simulates two hosts and a cable between them on this machine, without root.
 
 A host is a set of network, host name, process and mount namespaces
 (namespaces(7)). A host lives as long as its first process, which reads from a
@@ -44,7 +44,7 @@ class Host:
     self._pid = int(children.read_text())
 
   def enter(self, *flags):
-    """Returns the prefix of a command that runs in the flagged namespaces."""
+    """Returns the nsenter command for this host's namespaces in `flags`."""
     return ["nsenter", "-t", str(self._pid), *flags, "--preserve-credentials"]
 
   def start(self, argv, **options):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job runs on two hosts, whose launchers start and end together."""
+"""A job runs on two hosts, whose launchers start together and exit together."""
 
 from concurrent import futures
 import socket
@@ -35,7 +35,7 @@ while True:
 
 
 class Job:
-  """A job on two hosts: its logs, exit codes and time from failure to end."""
+  """A job on two hosts: logs, exit codes, and seconds from failure to exit."""
 
   def __init__(self, folder):
     program = folder / "program.py"
@@ -84,7 +84,7 @@ def test_the_default_backend_is_xla_and_host_says_why_not(job):
 
 
 def test_a_pulled_cable_is_an_error_on_both_sides(job):
-  """Before, each rank compares a step with the oracle."""
+  """Before the cable is pulled, each rank compares a step with the oracle."""
   for rank, logs in enumerate(job.logs):
     assert "stepped" in (logs / f"rank_{rank}.log").read_text()
   assert job.codes == [1, 1]
@@ -94,7 +94,7 @@ def test_a_pulled_cable_is_an_error_on_both_sides(job):
 
 
 def launch_on(*hosts, argv=("-m", "this"), **options):
-  """Runs one launcher per host on this machine; `hosts` has their options.
+  """Runs one launcher per dict of options in `hosts`, all on this machine.
 
   Returns the exit code of each launcher, or its error, and the port.
   """
@@ -139,7 +139,7 @@ def test_hosts_that_do_not_fit_say_so(tmp_path, first, second, says):
 
 
 def test_two_hosts_with_one_number_say_so(tmp_path):
-  """Host 0 waits for two hosts, but two launchers come as host 1."""
+  """Host 0 waits for hosts 1 and 2, but two launchers have --host_id=1."""
   one = {"host_id": 1}
   ends, _ = launch_on({}, one, one, num_hosts=3, log_dir=tmp_path)
   for end in ends:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher starts, monitors and stops ranks as its docstring says."""
+"""The launcher starts, monitors and stops ranks as documented."""
 
 import ast
 import contextlib
@@ -24,7 +24,7 @@ from ep.launch import _limits as limits
 from ep.launch import _supervision as supervision
 import programs
 
-# Bazel runs this file as the only rank of a launcher, which sets variables.
+# Bazel runs this file under the launcher, which sets these variables.
 _VARIABLES_OF_A_RANK = [
   "JAX_COORDINATOR_ADDRESS",
   "JAX_COORDINATOR_BIND_ADDRESS",
@@ -154,7 +154,7 @@ def test_a_missing_plugin_is_named(tmp_path, monkeypatch, provide):
   if provide:
     (tmp_path / provide).parent.mkdir(parents=True)
     (tmp_path / provide).write_text("[jax_plugins]\ncuda = cuda\n")
-  # Python finds no other plugin package on this path.
+  # On this sys.path, Python finds none of the installed plugins.
   monkeypatch.setattr(sys, "path", [str(tmp_path)])
   monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -199,7 +199,7 @@ def test_one_failure_ends_all(tmp_path, capsys):
   ],
 )
 def test_the_culprit_is_reported_first(tmp_path, capsys, way, code, words):
-  """The launcher blames the killed rank, even if others end at the same time.
+  """The launcher blames the killed rank, even if others exit at the same time.
 
   During `grace_s`, the other ranks may report which failure they saw.
   """
@@ -265,7 +265,7 @@ def test_a_rank_that_ends_before_it_joins_ends_the_job(capsys):
 
 
 def test_the_rank_that_began_to_exit_first_decides_the_code(capsys):
-  """Rank 1 exits slowly, and rank 0 fails quickly because of that."""
+  """Rank 1 begins to exit, then rank 0 fails, and then rank 1 has exited."""
   program = """
     import os, pathlib, sys, time
     one = pathlib.Path(os.environ["EP_LAUNCH_STATE"]).with_name("rank_1.ending")
@@ -310,7 +310,7 @@ def test_a_rank_keeps_its_code_when_its_group_cannot_close(tmp_path, capsys):
 
 
 def test_the_cause_is_an_exception_or_a_fatal_error(capsys):
-  """The report names the error, whatever lines follow the error in the log."""
+  """The report names the error, even if other lines follow it in the log."""
   program = """
     import os, sys, time
     rank = os.environ["JAX_PROCESS_ID"]
@@ -398,7 +398,7 @@ def _when_logged(log_dir, act):
 
 
 def test_sigterm_stops_ranks_immediately(tmp_path):
-  """The launcher turns off JAX's SIGTERM handler, which ends no process."""
+  """The launcher turns off JAX's SIGTERM handler, which stops no process."""
   program = """
     import os, time, jax, signal
     from ep import launch
@@ -550,9 +550,9 @@ def test_the_command_line_takes_a_script_or_a_module(
 
 
 def test_ranks_join_jax_and_end_without_each_other(tmp_path, capsys):
-  """Rank 0 dies, and the exception of rank 1 does not wait for rank 2.
+  """After rank 0 dies, rank 1 exits by an exception, and does not await rank 2.
 
-  A failed barrier of JAX stays failed for ranks that come later.
+  A failed barrier of JAX stays failed for ranks that reach it later.
   The native library can be loaded before JAX makes its devices.
   """
   program = """

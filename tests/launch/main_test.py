@@ -18,7 +18,7 @@ def check(capsys):
 
 
 def test_a_missing_library(capsys, tmp_path, monkeypatch):
-  """The check still tries the other backends, and names a cure."""
+  """Without the library, the check tries other backends, and names a cure."""
   monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(tmp_path))
   code, output = check(capsys)
   assert code == 1, output
@@ -29,7 +29,7 @@ def test_a_missing_library(capsys, tmp_path, monkeypatch):
 
 
 def test_the_default_backend_runs(capsys, tmp_path, monkeypatch):
-  """The check prints versions and files, and warns of another package ep."""
+  """The check prints versions and paths, and warns of another package `ep`."""
   other = tmp_path / "ep-0.2.4.dist-info"
   other.mkdir()
   (other / "METADATA").write_text("Name: ep\nVersion: 0.2.4\n")
@@ -46,7 +46,7 @@ def test_the_default_backend_runs(capsys, tmp_path, monkeypatch):
 
 
 def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
-  """Another package has replaced ep/__init__.py."""
+  """The check reports that another package has replaced ep/__init__.py."""
   shutil.copytree(os.path.dirname(ep.__file__), tmp_path / "ep")
   (tmp_path / "ep/__init__.py").write_text('__version__ = "0.2.4"')
   monkeypatch.syspath_prepend(tmp_path)

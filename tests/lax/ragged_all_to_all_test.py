@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that ep.lax.ragged_all_to_all sends the rows that its slices name."""
+"""ep.lax.ragged_all_to_all sends exactly the rows that the slices select."""
 
 import functools
 from typing import NamedTuple
@@ -45,7 +45,7 @@ def moves(slices, groups):
 
 
 def moved(operand, output, slices, groups):
-  """Returns all ranks' outputs, for arrays [P, N, ...] and [P, M, ...]."""
+  """Returns expected outputs, for operands [P, N, ...], outputs [P, M, ...]."""
   result = output.copy()
   for source, target in moves(slices, groups):
     result[target] = operand[source]
@@ -53,7 +53,7 @@ def moved(operand, output, slices, groups):
 
 
 def moved_back(ct, operand, slices, groups):
-  """Returns the cotangents of operand and output."""
+  """Returns the expected cotangents of operand and output."""
   operand_ct, output_ct = np.full_like(operand, -0.0), ct.copy()
   is_sent = np.zeros(operand.shape[:2], bool)
   for source, target in moves(slices, groups):
@@ -251,9 +251,9 @@ _DTYPES = [
 
 
 def test_any_dtype_keeps_its_bits(mesh):
-  """Keeps denormals and payloads of NaNs, in rows of any shape.
+  """The op keeps denormals and payloads of NaNs, in rows of any shape.
 
-  Keeps the other rows of `output`. Offsets may have any integer dtype.
+  The op keeps the other rows of `output`. Offsets may have any integer dtype.
   """
   rng = np.random.default_rng(0)
   slices = draw(rng, FOUR, each=1)
@@ -340,7 +340,7 @@ def test_a_bad_slice_fails_on_every_rank(mesh, op):
         ep.EpError, match="rank 1 sends 4 rows to rank 2, from"
       ):
         run(one_slice(**change))
-    # A slice without rows may be anywhere.
+    # A slice without rows may have offsets that are out of range.
     nowhere = dict(input_offsets=-1, output_offsets=2**31 - 1)
     empty = one_slice(**nowhere, send_sizes=0, recv_sizes=0)
     assert_shards_equal(run(empty), output)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the kernels for Hopper and Blackwell GPUs without a GPU.
+"""Tests the Mosaic kernels for Hopper and Blackwell GPUs without a GPU.
 
 JAX's interpreter runs the kernels, and JAX lowers them for CUDA. With JAX's
 CUDA plugin, XLA compiles the kernels for an H100, a B200 and a B300.
@@ -69,7 +69,7 @@ def _expected(op, sizes, rows, matrices, outs):
 
 @pytest.fixture
 def interpret(monkeypatch):
-  """Returns the context in which JAX interprets kernels.
+  """Returns a context manager in which JAX interprets kernels.
 
   Tests jit their calls to run one program at a time: the interpreter calls JAX
   in callbacks, and two concurrent programs hung or crashed.
@@ -140,9 +140,9 @@ def _options(op, sums):
   ],
 )
 def test_interpreted_beside_nans(op, dtype, sums, interpret):
-  """Unused rows, and the rows of another segment, are NaN."""
+  """NaN in unused rows or in another segment does not change results."""
   run = jax.jit(functools.partial(_run, op, **_options(op, sums)))
-  # ALL has an empty segment, so "outer" needs no case NONE.
+  # ALL has an empty segment, so "outer" needs no case without rows (NONE).
   for sizes in [ALL] if op == "outer" else [ALL, NONE]:
     inputs = _inputs(sizes, dtype)
     with interpret():
@@ -159,7 +159,7 @@ def test_interpreted_beside_nans(op, dtype, sums, interpret):
   ("tail", "sums"), [("unspecified", SUMS[0]), ("nan", SUMS[1])]
 )
 def test_interpreted_tails(tail, sums, interpret):
-  """Unused rows are NaN: checked mode writes NaN, and fresh memory is NaN."""
+  """Unused rows of the output are NaN, from checked mode or fresh memory."""
   sizes = [63, 0, 1, 0, 9]
   inputs = _inputs(sizes, jnp.bfloat16)
   options = _options("expand", sums)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With segments, the bits of results do not depend on the position of rows.
+"""With expert segments, a row's position does not change the bits of results.
 
 The tests move the same rows of an expert to buffers of other capacities, to
 other positions, beside other experts, and to one buffer per domain.
@@ -47,7 +47,7 @@ def _program():
 
 
 def _layer(run, data, experts, segments, capacity, alignment=1):
-  """Returns out, dX and dW for a buffer with these experts and segments.
+  """Computes out, dX and dW for a buffer with these experts and segments.
 
   out and dX are dicts by expert and segment.
   """

@@ -85,7 +85,7 @@ def _program(implementation):
   ],
 )
 def test_the_operations_beside_unused_nans(sizes, dtype, implementation):
-  """Matrices and their gradients are float32, also beside bfloat16 rows."""
+  """Rows are float32 or bfloat16; matrices and their gradients are float32."""
   rows, _, g = _inputs(sizes, dtype)
   _, matrices, _ = _inputs(sizes)
 
@@ -156,7 +156,7 @@ def test_gradients_beside_unused_nans(sizes):
 def test_low_precision_is_summed_in_float32_and_rounded_once(
   dtype, matrix_dtype, segments
 ):
-  """The op rounds matrices to the rows' dtype, but not matrices' gradients."""
+  """The op rounds matrices to the dtype of rows, but not their gradients."""
   sizes = SIZES["full"]
   rows, _, g = _inputs(sizes, dtype)
   _, matrices, _ = _inputs(sizes, matrix_dtype)

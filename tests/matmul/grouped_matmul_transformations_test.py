@@ -69,7 +69,7 @@ OF_DENSE = jit_quickly(lambda *args: (dense(*args), grad(dense)(*args)))
 
 
 def of_examples(*args):
-  """Returns results and gradients of `dense` for stacked arguments."""
+  """Returns stacked results and gradients of `dense` for stacked arguments."""
   results = [OF_DENSE(*example) for example in zip(*args, strict=True)]
   return jax.tree.map(lambda *xs: np.stack(xs), *results)
 
@@ -79,7 +79,7 @@ def test_derivatives():
 
   def derivatives(fn):
     def of_one(i, *args):
-      """Differentiates one argument; JAX omits the others' zero tangents."""
+      """Differentiates by argument i; other arguments have no tangents."""
 
       def fn_of_one(x):
         return fn(*args[:i], x, *args[i + 1 :])

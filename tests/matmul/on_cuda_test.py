@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each NVIDIA GPU gets the right grouped matmul, and a log line says why."""
+"""ep picks a grouped matmul for each NVIDIA GPU, and a log line says why."""
 
 import logging
 import types

@@ -38,7 +38,7 @@ def _slabs(sizes):
   [*dict.fromkeys(SIZES, jnp.bfloat16).items(), ("all", jnp.float32)],
 )
 def test_grouped_matmuls_beside_unused_nans(name, dtype, monkeypatch):
-  """Matrices and the gradients of matrices are float32.
+  """NaN in unused rows changes no result; matrices are float32.
 
   The last tile of each axis exceeds the array.
   """
@@ -85,7 +85,7 @@ def act(gates, values, weights):
 
 
 def functions_of_rows(dtype):
-  """Yields the functions that a program and its gradients map, and arrays."""
+  """Yields (fn, arrays) of each `ep_map_used_rows` in a gradient function."""
   rng = np.random.default_rng(0)
   shapes = ((1024, F), dtype), ((1024, F), dtype), ((1024,), jnp.float32)
   args = [rng.normal(size=shape).astype(d) for shape, d in shapes]

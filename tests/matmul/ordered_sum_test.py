@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.ordered_psum and its transpose add neighbors first."""
+"""ep.ordered_psum and its transpose add neighboring ranks first."""
 
 import functools
 
@@ -58,7 +58,7 @@ def test_sums_and_derivatives(check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_no_transpose_scatters(check_vma):
-  """A reduce-scatter adds in the transport's order, and slows down Gloo."""
+  """A reduce-scatter would add in the transport's order, and slow down Gloo."""
 
   @functools.partial(
     jax.shard_map,

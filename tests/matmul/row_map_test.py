@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`map_used_rows` has the values and derivatives of the plain function.
+"""`map_used_rows` has the values and derivatives of the mapped function.
 
 The tail of each input is NaN, and must not reach other values.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that send tokens in chunks give the results of one exchange.
+"""Layers that send tokens in chunks give the results of a single exchange.
 
 `overflow="chunk"` gives the results of a capacity that fits any routing.
 `token_chunks` gives the same results in less memory. Most tests use small whole
@@ -42,12 +42,12 @@ TANH = ep.MoEConfig(
   H, 6, E, K, activation=jnp.tanh, gated=False, shared_inner=3
 )
 
-# Capacities, in rows, with which a rank needs 3 chunks and 2 chunks.
+# Capacities, in rows, with which a rank needs 3 (ep4) or 2 (dp2_ep2) chunks.
 CAPACITIES = {"ep4": 16, "dp2_ep2": 24}
 
 
 def make_layers(mesh, **options):
-  """Returns a layer that may send chunks, and a layer that never needs to.
+  """Returns a layer that may send chunks, and a layer that never needs chunks.
 
   The second layer always has one EP domain, so XLA compiles it once.
   """
@@ -184,7 +184,7 @@ def test_gradients_of_gradients():
 
   @jax.jit
   def product(topk_idx, tokens, weights, matrices):
-    """Returns the Hessian of the loss of tokens, times its gradient."""
+    """Returns Hessian times gradient of the loss, both by the tokens."""
 
     def loss(tokens):
       out = moe_layer(chunked, tokens, topk_idx, weights, **matrices)
@@ -199,7 +199,7 @@ def test_gradients_of_gradients():
   factors *= np.einsum("th,ehf->tef", tokens, gates) > 0
 
   def hessian_times(x):
-    """Returns the Hessian times x; with x = tokens, this is the gradient."""
+    """Returns Hessian times x, which is the loss's gradient for x = tokens."""
     return sum(
       np.einsum("tef,th,ehf,egf->tg", factors, x, a, b)
       for a, b in [(gates, ups), (ups, gates)]
@@ -250,7 +250,7 @@ def test_chunks_refuse():
 
 
 def test_forward_mode_is_refused():
-  """The error explains itself; JAX's own error only names `custom_vjp`."""
+  """ep raises an error, because JAX's error would only name `custom_vjp`."""
   case = Case(make_layers("ep4")[0], whole=True)
   tokens, weights, matrices = make_arrays(case)
 
@@ -279,7 +279,7 @@ def moe_arrays(config, *lead):
 
 
 def test_each_chunk_has_its_own_capacity():
-  """The layer drops as many rows as a layer that gets each chunk alone."""
+  """The layer drops as many rows as a layer that gets one chunk per call."""
   config = dataclasses.replace(TANH, overflow="drop", shared_inner=0)
   mesh_group = group(
     "dp2_ep2", recv_capacity_per_rank=11, max_tokens_per_rank=8

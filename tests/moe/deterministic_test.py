@@ -16,7 +16,7 @@ from groups import E, group, H, K, of_one_process, with_values
 from layer_steps import draw_params
 import quick_compiler
 
-# Programs round alike only with at most one of the flags of quick_compiler.py.
+# Programs round alike with one flag of quick_compiler.py, but not with both.
 QUICK_AND_ALIKE = quick_compiler.OPTIMIZED | {
   "xla_backend_optimization_level": 0
 }

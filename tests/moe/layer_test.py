@@ -141,7 +141,7 @@ def dense(config, params, x, bias=None, mask=None):
 
 
 def with_grads(fn):
-  """Returns a function of outputs, metrics, and gradients of a loss."""
+  """Returns a function that computes outputs, metrics and loss gradients."""
 
   def loss(params, x, *others):
     y, metrics = fn(params, x, *others)
@@ -270,7 +270,7 @@ def test_masked_tokens_visit_no_expert_and_do_not_count():
 
 @of_one_process
 def test_vmap_of_grad_gives_the_gradients_of_each_example():
-  """`vmap(grad)` makes one exchange per example, so it sums no gradients.
+  """`vmap(grad)` exchanges once per example, so each has separate gradients.
 
   Each example here has a separate `w_up`, and the examples share the rest.
   """
@@ -360,13 +360,13 @@ def test_any_batch_is_padded_when_asked():
 
 @of_one_process
 def test_a_tight_capacity_drops_and_counts_the_drops():
-  """Without `max_tokens_per_rank`, the capacity follows the call's tokens."""
+  """Without `max_tokens_per_rank`, the tokens of a call set the capacity."""
   limit = T if GPU else None
   config = dataclasses.replace(PLAIN, capacity_factor=1.0, overflow="drop")
   layer = ep.MoE(config, group("ep4", max_tokens_per_rank=limit))
   x, params = tokens(R * T), make_params(PLAIN)
   assert layer.ep_layer.capacity_for(T) == T * K
-  # All tokens of one sign choose expert 0.
+  # All other logits are 0, so tokens with a positive logit choose expert 0.
   params = params | {"router": params["router"] * (np.arange(E) == 0)}
   choices = np.argsort(-x @ params["router"], axis=-1, kind="stable")[:, :K]
   load = np.bincount(choices.ravel(), minlength=E)
@@ -409,7 +409,7 @@ def test_fp8_rows_of_a_deterministic_layer_that_drops():
 
 @of_one_process
 def test_vmap_over_examples_makes_one_exchange():
-  """Results and gradients have the bits of one call with the whole batch.
+  """vmap gives the same bits as one call with the whole batch.
 
   Named scopes name the steps of the layer in profiles.
   """
@@ -437,7 +437,7 @@ def test_vmap_over_examples_makes_one_exchange():
 
 
 def test_a_tensor_parallel_layer_makes_its_group_and_parameters():
-  """The layer places parameters and state on the mesh that it is given.
+  """The layer places parameters and state on the given mesh.
 
   An axis whose ranks hold the same tokens splits the inner sizes of experts.
   """

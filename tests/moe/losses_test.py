@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's losses agree with their formulas, on one rank and on four."""
+"""The router's losses agree with published formulas, on one and four ranks."""
 
 import functools
 
@@ -58,7 +58,7 @@ def _softmax(x):
 
 
 def _imbalance(scores, idx):
-  """Computes the papers' formula for the tokens of one batch."""
+  """Computes the load-balancing loss of one batch by its published formula."""
   f = np.bincount(idx[idx >= 0], minlength=E)
   p = (scores / scores.sum(-1, keepdims=True)).mean(0)
   return E * np.sum(f / f.sum() * p)

@@ -89,7 +89,7 @@ def test_experts_and_ranks_may_be_idle(routing):
 
 @of_one_process
 def test_tokens_may_have_any_leading_dims():
-  """The handle has the leading dims of one rank's tokens."""
+  """`handle.token_shape` is the leading dims of one rank's tokens."""
   case = Case(layer(), lead=(1, T))
   arrays = _arrays(case)
   moe = jax.jit(_moe(case.layer, return_handle=True))
@@ -120,7 +120,7 @@ def test_an_activation_may_have_a_learned_parameter():
 
 @of_one_process
 def test_an_activation_may_have_an_infinite_derivative_at_zero():
-  """The zero rows that pad a segment give no NaN."""
+  """The zero rows that pad a segment give no NaN gradient."""
   case = Case(layer("dp2_ep2", alignment=4), "idle_rank")
   _check(case, *_arrays(case), activation=jnp.cbrt, rtol=1e-4)
 
@@ -130,7 +130,7 @@ def test_dropped_choices_add_nothing_and_have_no_gradient():
   dropping = layer().replace(recv_capacity_per_rank=4, overflow="drop")
   weights = Case(dropping, "skewed").weights()
   case = Case(dropping, "skewed", routing_weights=weights)  # drop_by is "fair".
-  # The gradient of a weight is 1 where the oracle keeps the choice.
+  # The gradient of a weight is 1 where the oracle does not drop the choice.
   tokens, ones = case.tokens(), np.ones_like(weights)
   rows = np.zeros((ranks(dropping), dropping.capacity, H), np.float32)
   _, kept = case.oracle.dispatch_bwd(
@@ -175,7 +175,7 @@ def test_matrices_that_do_not_fit(change, error, message):
 
 @of_one_process
 def test_the_tail_does_not_affect_results():
-  """Results have the same bits if unused rows are zero and if they are NaN.
+  """Results have the same bits with zeros and with NaN in unused rows.
 
   `jax_debug_nans` finds no NaN of a layer whose received rows are mostly tail.
   """
@@ -257,7 +257,7 @@ def test_any_batch_is_padded_when_asked(lead, axis_type):
 
 @of_one_process
 def test_padded_examples_of_vmap():
-  """The examples form one batch, and their axis becomes its first axis."""
+  """`vmap` makes one batch of the examples, with the vmapped axis first."""
   arrays = _any_batch(2, 5)
   batched = jax.vmap(_padded(layer()), in_axes=(0, 0, 0, None))
   got = jax.jit(batched)(*arrays)
@@ -266,7 +266,7 @@ def test_padded_examples_of_vmap():
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_pad_adds_nothing_where_no_padding_is_needed(is_local):
-  """`pad` changes no program of a full batch, and none inside shard_map."""
+  """`pad` changes no program for a full batch, and no program in shard_map."""
   config = layer()
   fns = _padded(config), _moe(config)
   if is_local:

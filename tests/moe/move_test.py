@@ -105,7 +105,7 @@ DTYPES = "bool int8 uint32 int32 float16 float8_e4m3fn bfloat16 float32".split()
 
 @of_one_process
 def test_all_dtypes_keep_their_bits_and_layers_their_placements():
-  """Arrays may also have no elements."""
+  """Moves arrays of all dtypes, and arrays that have no elements."""
   here = group("dp2_ep2")
   whole = [draw((LAYERS, E, 3), dtype) for dtype in DTYPES]
   whole += [draw((LAYERS, E, *width), "float32") for width in [(0,), (2, 0)]]
@@ -142,7 +142,7 @@ def test_the_gradient_moves_back():
 
 
 def test_nothing_moves_without_a_placement():
-  """The group of a layer with expert copies has more slots than experts."""
+  """With old=None and new=None, `move` returns the arrays unchanged."""
   here = group("ep4", num_experts=E + 4)
   x = draw((E, 2), "float32")
   arrays = {"w": to_global(x, here.mesh, P("ep"))}

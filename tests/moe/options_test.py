@@ -40,7 +40,7 @@ has_copies = pytest.mark.skipif(
 
 
 def layer_of(mesh="ep4", **options):
-  """Returns `PLAIN` with options, on a group with slots for its copies."""
+  """Returns `PLAIN` with options, on a group with slots for expert copies."""
   config = dataclasses.replace(PLAIN, **options)
   copies = MESHES[mesh]["ep"] * config.replica_slots
   return ep.MoE(config, group(mesh, hidden_dim=HIDDEN, num_experts=E + copies))
@@ -90,7 +90,7 @@ def results(layer, placement=None):
 def test_results_equal_a_layer_without_options_on_one_domain(
   mesh, placement, options
 ):
-  """Only gradients of matrices may differ, by the rounding of a sum.
+  """Only gradients of matrices may differ, by rounding errors of a sum.
 
   `weigh` changes results, so both layers have the same `weigh`. Other tests
   combine these options with weigh="late".
@@ -111,7 +111,7 @@ def test_results_equal_a_layer_without_options_on_one_domain(
   else:
     assert_same_bits(*exact)
   assert_close(got_grads, grads, 1e-5, 1e-4)
-  # Without copies, the fullest rank has at least the mean of its domain.
+  # Without copies, the busiest rank has at least its domain's mean rows.
   most = of_domains.max() * of_ranks / R
   assert rows < most or "replica_slots" not in options
   assert rows > T * K or "overflow" not in options

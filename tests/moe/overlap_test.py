@@ -23,7 +23,7 @@ from groups import bootstrap, E, K, T
 from layer_steps import draw_params, put, step_of
 from nccl_testing import HostEngine
 
-HIDDEN, S = 16, 24  # no other size is S
+HIDDEN, S = 16, 24  # S differs from all other sizes
 CONFIG = ep.MoEConfig(
   HIDDEN, 8, E, K, shared_inner=S, activation=jax.nn.relu, normalize=False
 )
@@ -66,7 +66,7 @@ class Body:
     return tuple(places[k] for k in ("before", "beside", "after"))
 
   def products(self):
-    """Returns the products of the shared expert."""
+    """Returns the names of the shared expert's matrix products."""
     size = re.compile(rf"\b{S}\b")
     return [
       n

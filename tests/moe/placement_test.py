@@ -42,7 +42,7 @@ def arrays(config):
   ],
 )
 def test_outputs_metrics_and_gradients_have_the_same_bits(config, mesh, view):
-  """All placements share a program, and a call without placement agrees."""
+  """One program serves all placements; a call without placement agrees."""
   layer = ep.MoE(config, group(mesh))
   params, *tokens = arrays(config)
 
@@ -127,7 +127,7 @@ def test_moe_layer_takes_slots_and_refuses_other_ids():
   np.testing.assert_array_equal(placement.experts[slots[is_used]], idx[is_used])
   hottest = placement.slots_of(np.zeros((10, 1), np.int32)).ravel()
   assert sorted(np.bincount(hottest))[-4:] == [2, 2, 3, 3]
-  idx[4, 1] = E  # a slot, but no expert
+  idx[4, 1] = E  # the id of a slot, but not of an expert
   with failing(of_slots) as error:
     run(E + R, placement)
   assert f"topk_idx[4, 1] = {E + R}" in str(error.value)

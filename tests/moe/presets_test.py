@@ -89,7 +89,7 @@ def _sigmoid(x):
 
 
 def _llama_4(params, x, bias):
-  """Multiplies the inputs of experts by scores. (Llama 4 has no bias.)"""
+  """Multiplies the inputs of experts by scores. Llama 4 has no router bias."""
   scores = _sigmoid(x @ params["router"])
   expert = (scores + bias).argmax()
   y = _swiglu(scores[expert] * x, *_of(params, "w_", expert))

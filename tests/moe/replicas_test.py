@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert copies change no output; gradients are sums in a fixed order."""
+"""Expert copies change no output; the order in which gradients add is fixed."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def arrays(name, config=PLAIN):
 
 
 def vose(rows, capacity, num_slots):
-  """Returns the copies {(expert, rank): (slot, first, end)}.
+  """Returns all expert copies, as {(expert, rank): (slot, first, end)}.
 
   The copy takes the rows at positions first..end of its expert's queue. The
   loop fills one rank after another with rows of the fullest ranks.
@@ -77,7 +77,7 @@ def vose(rows, capacity, num_slots):
 
 
 def slots_of(idx, copies, num_slots, ranks):
-  """Returns the slots of choices [N, K] of the tokens of a domain."""
+  """Returns the slots [N, K] for the choices [N, K] of a domain's tokens."""
   L, positions, slots = E // ranks, np.zeros(E, int), np.zeros_like(idx)
   for t, k in np.ndindex(idx.shape):
     e = idx[t, k]
@@ -112,7 +112,7 @@ def test_no_rank_exceeds_the_mean_and_outputs_have_the_same_bits(name):
 
 @functools.cache
 def slot_gradients(layer):
-  """Returns a program of the gradients of the matrices, one per slot."""
+  """Returns a program that computes a matrix gradient for each slot."""
 
   @jax.jit
   def gradients(params, x, ct, ids, weights):
@@ -138,7 +138,7 @@ def test_gradients_add_the_home_slot_and_then_its_copies(name):
   params, x, ct = arrays(name)
   params |= {n: 0 * p for n, p in params.items() if n.startswith("b_")}
   _, metrics, grads, _ = run_step(layer, params, x, ct)
-  # One product of all tokens may round in another way than one per rank.
+  # One matmul of all tokens may round differently than one matmul per rank.
   logits = [
     jnp.matmul(part, params["router"], precision="highest")
     for part in np.split(x, R)
@@ -217,7 +217,7 @@ def test_no_rank_has_more_than_the_mean(P, L):
 
 
 def test_derivatives_of_all_orders():
-  """Reverse over forward mode agrees with the layer without copies."""
+  """Copies change no derivative, in reverse over forward mode."""
   config = ep.MoEConfig(H, 5, E, K)
   params, *tokens = arrays("one_expert", config)
 

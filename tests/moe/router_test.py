@@ -151,7 +151,7 @@ def test_one_choice_whose_weight_never_changes_gives_a_warning(score):
 
 
 def _choose_in_groups(order, groups, top_groups, best, k):
-  """Chooses the experts of one token by the papers' rule."""
+  """Chooses one token's experts within the best groups, as published."""
   size = len(order) // groups
   members = [range(g * size, (g + 1) * size) for g in range(groups)]
   value = [
@@ -191,7 +191,7 @@ def test_experts_come_from_the_best_groups(score, best, biased):
 
 
 def test_equal_groups_are_ordered_by_id():
-  """A token chooses no expert of another group, even over experts of -inf."""
+  """A token prefers experts with -inf in its groups to any in other groups."""
   low = -jnp.inf
   logits = jnp.array([[0.0] * 8, [low, low, 0, low, 1, 1, low, low]])
   idx, _ = _route(logits, 4, num_groups=4, top_groups=2)
@@ -200,7 +200,7 @@ def test_equal_groups_are_ordered_by_id():
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
-  """Unused entries have weight 0 and are left out of the normalization."""
+  """Unused entries have weight 0, and normalization ignores their scores."""
   logits = logits_of(4)
   forced = np.array([[7, 0, 3], [5, -1, 2], [-1, -1, 6], [-1, -1, -1]])
 
@@ -287,7 +287,7 @@ def test_ids_are_distinct_whatever_the_logits_are():
 
 
 def _sharded_route(x, mask, cotangent, key):
-  """Returns choices, weights and their gradient, with most of the options."""
+  """Returns choices, weights and the gradient of weights, with many options."""
   (weights, idx), vjp = jax.vjp(
     lambda x: ep.route_topk(
       x,

@@ -42,7 +42,7 @@ def by_hand(routing_map, probs):
   ids=lambda t: t.name,
 )
 def test_choices_and_gradients_agree_with_the_map(axis_type):
-  """Results are sharded like the map, and ranks communicate nothing."""
+  """Results are sharded like the map, without communication between ranks."""
   a_layer = layer("dp2_ep2", axis_type)
   mesh, sharded = a_layer.group.mesh, spec(a_layer)
   lead = 4 * T, 2

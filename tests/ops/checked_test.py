@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked mode reports a mistake in the op that receives it."""
+"""In checked mode, the op that receives a wrong array reports the mistake."""
 
 import runpy
 
@@ -59,7 +59,7 @@ def test_checked_mode_changes_no_good_result():
   [(np.nan, np.float32), (np.inf, jnp.bfloat16), (-np.inf, np.float16)],
 )
 def test_a_combine_that_is_not_finite(value, dtype):
-  """Each rank's error names the element; the host backend names its source."""
+  """All errors name the element; the host backend's also the expert's row."""
   case = Case(layer(name="moe_3"), "uniform")
   rows = case.rows(dtype)
   rows[1, :, 3] = value  # Tokens of every rank sum these rows.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_combine and its gradients equal the oracle's."""
+"""ep_combine gives the oracle's results and gradients."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +68,7 @@ def test_combine_reads_no_padding_and_no_tail():
   ids=str,
 )
 def test_special_values(options, hidden, dtype):
-  """Zeros keep signs, sums flush subnormals, copied rows keep every bit."""
+  """Zeros keep signs, sums flush subnormals, and copied rows keep every bit."""
   case = Case(
     layer(**options), "with_unused_choices", hidden=hidden, specials=True
   )

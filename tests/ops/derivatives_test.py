@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of derivatives, in both modes, equal the oracle's.
+"""Second derivatives in forward and reverse mode equal the oracle's results.
 
 The function is a polynomial of whole numbers. float32 evaluates it exactly, so
 the order of JAX's sums does not matter.
@@ -67,7 +67,7 @@ def forward_over_forward(ops, tokens, weights, g):
   ],
 )
 def test_derivative(case, derivative):
-  """jax.jvp also returns the results of the function that it derives."""
+  """Tests second derivatives in all modes, and the values from jax.jvp."""
   small_weights = np.ceil(4 * case.weights())
   case.check(derivative, case.tokens(), small_weights, case.tokens())
 

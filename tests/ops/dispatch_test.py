@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_dispatch and its gradients equal the oracle's.
+"""ep_dispatch gives the oracle's results and gradients.
 
 The tests of shapes, layers and row sizes check all ops.
 """

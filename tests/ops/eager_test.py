@@ -23,7 +23,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @contextlib.contextmanager
 def compilations():
-  """Yields a list with an entry for each program compiled in the block."""
+  """Yields a list that gets an entry for each program compiled in the block."""
   found = []
 
   def listen(event, duration, **_):
@@ -50,7 +50,7 @@ def vmap(fn):
 
 
 def of_ops(case):
-  """Returns a function of a routing and arrays, and the arrays."""
+  """Returns a function of ops, and its arguments: a routing and arrays."""
   inputs = case.topk_idx, case.tokens(), case.weights()
   return global_view(case.layer, round_trip), [*map(case.put, inputs)]
 
@@ -75,7 +75,7 @@ def of_layer(case, activation=jax.nn.silu):
 
 
 def transformed(transform, fn):
-  """Returns `fn`, transformed; each call makes new closures."""
+  """Returns a function that transforms a new closure of `fn` in each call."""
 
   def call(topk_idx, *arrays):
     return transform(lambda *x: fn(topk_idx, *x))(*arrays)
@@ -95,7 +95,7 @@ def test_a_second_call_compiles_nothing(of, transform):
   fn = transformed(transform, fn)
   with compilations() as found:
     fn(*inputs)
-  assert found  # otherwise JAX has renamed the event
+  assert found  # fails if JAX has renamed the event
   with compilations() as found:
     fn(*inputs)
   assert not found

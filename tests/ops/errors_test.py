@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mistake in the values of arrays is an error on every rank.
+"""Wrong values in an array raise an error on every rank.
 
 The error names the op, the layer and the mistake. The group continues to work.
 """
@@ -43,7 +43,7 @@ def with_id(value, at, dtype=np.int32, **options):
 
 @pytest.mark.parametrize("value", [E, -2, 2**31 - 1, -(2**31)])
 def test_an_id_out_of_range(value):
-  """Only rank 2 has the wrong id, and every rank's error gives its position."""
+  """One rank has a wrong id, and every rank's error gives the id's position."""
   words = [
     'ep_prepare(layer "moe_3")',
     "rank 2",
@@ -119,7 +119,7 @@ def of_another_layer(handle, _):
 
 
 def of_another_group(handle, _):
-  """Gives the handle a group of the same sizes, except for its experts."""
+  """Gives the handle a group that differs only in the number of experts."""
   larger = group(
     num_experts=2 * E, alignment=4, recv_capacity_per_rank=handle.layer.capacity
   )
@@ -127,7 +127,7 @@ def of_another_group(handle, _):
 
 
 def with_bytes(alter):
-  """Returns a corruption that alters the memory of the handle."""
+  """Returns a function of two handles that alters the first one's memory."""
   return lambda handle, other: dataclasses.replace(
     handle, mem=alter(handle.mem, other.mem)
   )
@@ -137,7 +137,7 @@ def first_rank_of_another_routing(mem, other):
   return jnp.where(jnp.arange(mem.shape[0])[:, None] == 0, other, mem)
 
 
-# The native ops read their part of the memory, which begins with a header.
+# Byte offset of the native ops' data in `handle.mem`; a header comes first.
 ROUTING = 256
 
 CORRUPTIONS = {
@@ -176,7 +176,7 @@ def combine_bwd(ops, cotangent):
   ],
 )
 def test_a_handle_that_was_not_prepared(corrupt, op):
-  """The op checks the bytes of a handle before it uses them as addresses."""
+  """The op checks a handle's bytes before using these bytes as addresses."""
   if GPU and corrupt not in [*CORRUPTIONS][:5]:
     pytest.skip("NCCL EP does not check its data in a handle")
   case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")

@@ -151,7 +151,7 @@ def resharded_arrays(warnings):
 
 
 def test_gradients_outside_of_jit(recwarn):
-  """JAX needs the mesh as context for gradients, even for a sum's gradient."""
+  """JAX needs the mesh as context even for the gradient of a sum."""
   bound = layer(*EXPLICIT)
   with jax.set_mesh(bound.group.mesh):
     check(with_grads(bound, [moe_layer]), as_needed)

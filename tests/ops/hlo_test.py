@@ -120,7 +120,7 @@ def test_other_spellings():
 
 
 def test_programs_that_are_not_compiled():
-  """The check refuses these programs, because XLA adds collectives later."""
+  """The check refuses uncompiled programs, as XLA adds collectives later."""
   lowered = lower((Case(layer()), sizes))
   for program in lowered, lowered.as_text(), jax.jit(lambda x: x):
     with pytest.raises(TypeError, match="compile()"):
@@ -170,7 +170,7 @@ def test_a_loop_orders_only_collectives_that_need_its_results():
     ep.assert_ordered_collectives(jax.jit(lambda x: x))
 
 
-# `late` has an all-reduce after an op, and `early` has one before.
+# `late` has an all-reduce after an op; `early` has an all-reduce before an op.
 BRANCHES = """HloModule jit_f
 
 %late (p: f32[4]) -> f32[4] {

@@ -30,7 +30,7 @@ def full_layer(overflow, capacity, **options):
 
 
 def needed_rows(case):
-  """Returns the most rows that any rank would receive."""
+  """Returns the maximum over ranks of the rows that a rank would receive."""
   return int(case.oracle.sizes().total_recv_tokens.max())
 
 
@@ -82,7 +82,7 @@ def narrow_layer(mesh, rows_per_rank, backend=BACKEND, **options):
 
 
 def draw_weights(rng, kind, shape):
-  """Returns float32 [N, K]."""
+  """Draws float32 weights [N, K]."""
   special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0])
   values = {
     "equal": [1.0],
@@ -190,7 +190,7 @@ def test_the_worked_example(drop_by, kept):
 
 @pytest.fixture(scope="module")
 def short():
-  """Returns a case of a layer without enough rows."""
+  """Returns a case whose layer has too small a capacity."""
   config = narrow_layer("ep4", 16, drop_by="fair")
   return next(cases_of(config))
 
@@ -245,7 +245,7 @@ def test_a_capacity_for_any_routing_needs_no_exchange():
   ],
 )
 def test_wrong_ids_are_reported_on_every_rank(short, changes, words):
-  """Wrong ids are reported even if the policy drops the wrong choice."""
+  """A wrong id is an error even if the policy would drop its choice."""
   ids, weights = short.routing
   ids = ids.copy()
   for at, value in changes.items():
@@ -268,7 +268,7 @@ def test_weights_that_do_not_fit_are_refused(short):
   refuse(lambda: prepare(ids, weights[:, 1:]), "topk_weights", "(48, 2)")
   refuse(lambda: prepare(ids, ids), "int32", "floating")
   refuse(lambda: prepare(ids[:, 1:], weights[:, 1:]), "(48, 2)", "top_k")
-  # The op also checks weights that no policy reads.
+  # `ep_prepare` checks weights even if no drop policy reads the weights.
   wide = ep.EpLayerConfig(short.layer.group)
   refuse(lambda: ep.ep_prepare(wide, ids, ids), "topk_weights is int32")
 
@@ -289,7 +289,7 @@ def test_layers_share_the_code_of_the_policy(short):
 
 @of_one_process
 def test_the_collectives_of_a_policy_are_not_hidden(short):
-  """The check allows a policy's collectives by name, and reports all others."""
+  """The check for hidden collectives allows only those of drop policies."""
   compiled = lower((short, sizes)).compile()
   assert "all-gather" in compiled.as_text()
   ep.assert_no_hidden_collectives(compiled)

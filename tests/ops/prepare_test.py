@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_prepare counts the rows of every expert, and declares its shapes."""
+"""ep_prepare counts each expert's rows; outputs have documented shapes."""
 
 import functools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers give the bits of the contract.
+"""Quantizers give the bits that the numeric contract specifies.
 
 The oracle computes block by block, in float64 or in NumPy's float32, and
 converts to float8 with ml_dtypes. The quantizers do neither.
@@ -109,7 +109,7 @@ def test_normal_numbers_of_every_size(format, dtype):
 @FORMATS
 @DTYPES
 def test_special_numbers(format, dtype):
-  """Blocks contain some or only denormals, zeros, infinities or NaNs."""
+  """Blocks contain a few, or only, denormals, zeros, infinities or NaNs."""
   rng = np.random.default_rng(0)
   check(_numbers.with_specials(rng, normal((200, 256), dtype)), format)
   alone = np.repeat(_numbers.special_values(jnp.dtype(dtype))[:, None], 128, 1)
@@ -128,7 +128,7 @@ def test_every_number_of_16_bits(format, dtype):
 
 @FORMATS
 def test_ties_and_neighbors_of_ties(format):
-  """Every float8, every midpoint of two, and the adjacent float32 numbers."""
+  """Tests float8 numbers, their midpoints, and the nearest float32 numbers."""
   codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
   floats = codes.astype(np.float32)
   points = np.concatenate([floats, (floats[1:] + floats[:-1]) / 2])
@@ -158,7 +158,7 @@ def test_scales_round_up(format):
   "scale_type", ["float32", "bfloat16", "float8_e8m0fnu"]
 )
 def test_dequantize_of_every_row_and_scale_type(row_type, scale_type):
-  """The product is never denormal, however small the scale is."""
+  """The product of row and scale is never denormal, even for tiny scales."""
   rows = np.tile(np.arange(256, dtype=np.uint8), (80, 1)).view(row_type)
   scales = 2.0 ** np.linspace(-149, 127, 320).reshape(80, 4)
   if scale_type != "float8_e8m0fnu":
@@ -184,7 +184,7 @@ def test_every_scale_of_8_bits():
 
 @FORMATS
 def test_no_rows(format):
-  """Results without rows have no scales, and the usual dtypes."""
+  """Results for arrays without rows are empty, and have the usual dtypes."""
   x = normal((2, 0, BLOCKS[format]), jnp.bfloat16)
   rows, scales = quantize(x, format)
   assert (rows.shape, scales.shape) == (x.shape, (2, 0, 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracing refuses mistakes in shapes, dtypes and types of arguments.
+"""Tracing raises an error for arguments of a wrong shape, dtype or type.
 
 The error names the op, the layer and the mistake.
 """

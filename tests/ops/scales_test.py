@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch sends fp8 and int8 rows with their scales as the oracle does."""
+"""ep_dispatch sends fp8 and int8 rows and their scales, as the oracle does."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_every_routing_in_both_views(routing, view):
 
 
 def test_no_tokens():
-  """Each rank receives only zeros."""
+  """If no rank has tokens, all ranks receive only zeros."""
   case = Case(layer(), np.zeros((0, K), np.int32), lead=(0,))
   found = case.run(dispatch, *inputs(case))
   for part, width in zip(found, [(H,), (), (3,)], strict=True):

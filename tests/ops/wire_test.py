@@ -37,12 +37,12 @@ def case_of(
   [
     ("mxfp8", jnp.float32, global_view, "ep4"),
     ("fp8_block128", jnp.float16, local_view, "ep4"),
-    # A rank also rounds the rows that it keeps.
+    # A rank also rounds the rows for its own experts.
     ("fp8_block128", jnp.bfloat16, global_view, "dp4_ep1"),
   ],
 )
 def test_dispatch(wire, dtype, view, mesh):
-  """The received rows equal the quantizer's, also beside special values."""
+  """Received rows equal rows that ep.quant rounds, also with special values."""
   case = case_of(wire, mesh=mesh, specials=True)
   tokens, weights = case.tokens(dtype), case.weights()
   want = expected(case, dispatch, rounded(wire, tokens), weights)
@@ -53,7 +53,7 @@ def test_dispatch(wire, dtype, view, mesh):
   "wire, dtype", [("mxfp8", jnp.float16), ("fp8_block128", jnp.bfloat16)]
 )
 def test_backward_of_combine(wire, dtype):
-  """The op rounds the gradient, and does not round the sum."""
+  """ep_combine rounds the gradients that it sends, but not the forward sums."""
   case = case_of(wire)
   rows, g = case.rows(dtype), case.tokens(dtype)
 
@@ -79,7 +79,7 @@ def test_backward_of_weighted_combine():
 
 
 def test_backward_of_dispatch():
-  """The gradient is exact, and ignores the rounding of the forward pass."""
+  """The gradient of dispatch is exact, as if forward had not rounded."""
   case = case_of("fp8_block128")
   rows, row_weights = case.rows(), case.row_weights()
   primals = case.tokens(), case.weights()
@@ -118,7 +118,7 @@ def test_unspecified_tail():
 
 
 def test_bytes_per_row(folder):
-  """Dispatch and the backward of combine send at most 0.53 of bfloat16's bytes.
+  """Dispatch and combine's backward send at most 0.53 of bfloat16 rows' bytes.
 
   Scales take one byte per 32 elements.
   """

@@ -13,9 +13,9 @@ from ep._tools.planning.cluster import NODES
 
 
 def even_gb_s(sides, link_gb_s, is_torus):
-  """Returns a chip's rate if each chip of a slice sends each chip as many rows.
+  """Returns a chip's GB/s if each chip sends equal bytes to every chip.
 
-  Rows follow one dimension after another, by the shortest path.
+  Bytes follow one dimension after another, by the shortest path.
   """
   load = collections.Counter()  # Pairs of chips whose rows use a link.
   for source, to in itertools.product(np.ndindex(*sides), repeat=2):

@@ -25,12 +25,12 @@ def cluster(num_nodes, gpus_per_node):
 
 
 def levels(num_nodes, gpus_per_node):
-  """Returns the numbers of parts (ranks, nodes) whose maximum load counts."""
+  """Returns the numbers of ranks and of nodes, if they exceed 1."""
   return {num_nodes * gpus_per_node, num_nodes} - {1}
 
 
 def cost(experts, loads, num_nodes, gpus_per_node):
-  """Returns the maximum over the mean load of parts, averaged over steps."""
+  """Returns maximum / mean load, averaged over steps, summed over `levels`."""
   placed = loads[:, experts]
   most = [
     n * placed.reshape(len(loads), n, -1).sum(2).max(1)
@@ -46,7 +46,7 @@ def moves(experts, old, ranks):
 
 
 def least_cost(loads, num_nodes, gpus_per_node, old=None, move_cost=0.0):
-  """Returns a lower bound of the cost of all placements, by SciPy's HiGHS.
+  """Computes a lower bound of the cost of any placement with SciPy's HiGHS.
 
   The variables are: whether rank r has expert e, and the maximum load of a part
   per step. The bound is the minimum cost if the solver finishes in time.
@@ -150,7 +150,7 @@ def test_no_sum_of_cost_and_moves_is_less_by_more_than_2_percent(
 
 
 def test_experts_move_only_for_what_they_save():
-  """After a drift of 2%, a search without `old` moves almost all experts."""
+  """After a 2% drift of loads, a search without `old` moves most experts."""
   rng = np.random.default_rng(0)
   loads = rng.lognormal(sigma=0.5, size=(1, 256))
   here = cluster(1, 32)
@@ -220,7 +220,7 @@ def test_the_busiest_ranks_of_steps_count_and_not_of_their_sum():
 
 
 def test_nodes_are_balanced_where_ranks_cannot_be():
-  """One expert exceeds a rank's mean load; its node gets the idle experts."""
+  """The node of an expert above a rank's mean load gets the idle experts."""
   loads = np.array([4.0, 1, 1, 1, 1, 0, 0, 0])
   found = ep.place(loads, cluster(2, 2)).experts
   nodes = loads[found].reshape(2, 4).sum(1)

@@ -39,7 +39,7 @@ def forecast(cfg, a_cluster, routing, **options):
 
 
 def rows_of(ids, layout, gpus, transport):
-  """Returns the rows [R, R] sent from GPU to GPU, by following each token."""
+  """Counts the rows [R, R] from GPU to GPU by following each token."""
   D, P, _, experts = layout
   R = D * P
   rows = np.zeros((R, R), int)
@@ -374,7 +374,7 @@ def test_clusters_and_placements_are_checked():
 
 
 def test_an_expert_that_all_tokens_choose():
-  """An expert has more than 1/K of the load, but a token chooses it once."""
+  """No token chooses an expert twice, even one with over 1/K of the load."""
   loads = np.where(np.arange(E) == 5, 1e6, 1.0)
   found = forecast(CFG, cluster(), loads, tokens_per_rank=T, ep_sizes=[8])
   others = np.full(8, 8 * T * (K - 1) * 2 / (E - 1))
@@ -389,7 +389,7 @@ def test_an_expert_that_all_tokens_choose():
 
 
 def test_the_default_ep_size_fits_the_nodes():
-  """32 divides the experts and the ranks, but not the 72 GPUs of a node."""
+  """EP size 32 divides experts and ranks, but not the 72 GPUs of a node."""
   machine = ep.Cluster.named("gb200_nvl72", num_nodes=4)
   cfg = dataclasses.replace(CFG, num_experts=256)
   assert forecast(cfg, machine, "uniform", tokens_per_rank=T).ep_size == 8

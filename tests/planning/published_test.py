@@ -20,8 +20,8 @@ from ep._tools.planning.demand import Expected, Layout
 
 _HIDDEN, _TOP_K = 7168, 8
 _DOCS = pathlib.Path(__file__).parents[2] / "docs"
-# The tests read the columns from source to published, and the column unit;
-# table() writes the other columns. MORI's README calls its other figures stale.
+# The tests read the columns source to published, and unit; table() writes the
+# others. The file leaves out figures of MORI that MORI's README calls stale.
 _PUBLISHED = (_DOCS / "published.csv").read_text()
 
 

@@ -27,7 +27,7 @@ def routings():
 
 
 def dropped(a_layer, capacity, topk_idx):
-  """Returns the number of dropped choices per rank, by the oracle."""
+  """Computes the number of dropped choices per rank with the oracle."""
   P, L = a_layer.ep_size, a_layer.num_local_experts
   counts = []
   for ids in topk_idx.reshape(-1, P, T, K):
@@ -57,7 +57,7 @@ def dropped(a_layer, capacity, topk_idx):
   ],
 )
 def test_drops_are_those_of_the_contract(mesh, alignment, drop_by, limit):
-  """Drop counts are exact, and a smaller capacity exceeds the limit."""
+  """Drop counts are exact; with less capacity, drops would exceed the limit."""
   policy = dict(overflow="drop", drop_by=drop_by) if drop_by else {}
   a_layer = layer(mesh, alignment=alignment, **policy)
   steps = routings()
@@ -80,7 +80,7 @@ def test_drops_are_those_of_the_contract(mesh, alignment, drop_by, limit):
 
 
 def test_a_recorded_folder_and_its_table(tmp_path):
-  """Other ranks recorded the layer, and each complete step of it counts."""
+  """A job with other ranks wrote the record; all complete steps count."""
   steps, a_layer = routings(), layer(name="moe_3")
   files.Writer(tmp_path, 0).write(
     files.Call("moe_3", 2, 1, rank, step, 0, "jit_f#0/1", step, half)

@@ -56,7 +56,7 @@ def put(a_layer, array, axes=0):
 
 
 def test_each_call_is_recorded_once(folder):
-  """A program records each call once, even if it was compiled before.
+  """A call is recorded once, even if its program was compiled before `record`.
 
   A rematerialized block in a scan makes one recorded call per iteration, some
   with dropped rows. Weights are recorded as float32, also if the layer ignores
@@ -126,7 +126,7 @@ def test_each_call_is_recorded_once(folder):
       weights = record.topk_weights(name, step, call)
       assert weights.dtype == np.float32
       np.testing.assert_array_equal(weights, got / 4)
-  # The choices are split over the devices of another mesh.
+  # On the device mesh of another layer, the same choices are split differently.
   forced = record.forced_idx(layer("ep2_dp2", name="one"), 2)
   assert_shards_equal(forced, choices["one"][2, 0])
 
@@ -261,7 +261,7 @@ def test_a_record_that_cannot_be_made(folder, tmp_path):
   reason="XLA's collectives wait for a process that has failed",
 )
 def test_files_that_cannot_be_written(tmp_path):
-  """The process that cannot write raises the error; other ranks raise one.
+  """A process that cannot write says so in its error; all others also fail.
 
   With several processes, the last one fails.
   """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.replay reads a record, and names faults of damaged files."""
+"""ep.replay reads a record; errors name the faults of damaged files."""
 
 import numpy as np
 import pytest
@@ -136,7 +136,7 @@ def test_bad_files_are_errors(tmp_path):
   ],
 )
 def test_contents_that_were_changed(column, change, words, tmp_path):
-  """Hostile values cost no more memory than a record, and invent no choices."""
+  """Wrong values in a file neither allocate much memory nor create choices."""
   few = (call._replace(topk_idx=call.topk_idx % E) for call in calls([0, 1]))
   files.Writer(tmp_path, 0).write(few)
   (path,) = tmp_path.iterdir()

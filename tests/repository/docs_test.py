@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples of the pages compute the values that the pages show."""
+"""Code on the documentation pages computes the values that the pages show."""
 
 import ast
 import functools
@@ -30,7 +30,7 @@ def _example(path, title):
 
 
 def test_programs_of_the_pages_under_the_launcher(tmp_path):
-  """The programs exit with code 0, although one waits for no result."""
+  """All programs exit with code 0, even a program that waits for no result."""
   first = _example("docs/tutorial.md", "Twenty lines")
   second = _example("README.md", "The layer")
   code = f"{first}\ndef main():\n{textwrap.indent(second, '  ')}\nmain()\n"
@@ -56,7 +56,7 @@ sys.stdout = sys.stderr = open(path, "w")
 
 
 def test_pytest_under_the_launcher(tmp_path):
-  """The page's conftest.py makes the processes of pytest join JAX."""
+  """With the conftest.py on the page, pytest's processes join JAX."""
   page = "docs/howto/without_accelerators.md"
   (tmp_path / "conftest.py").write_text(_example(page, "Several processes"))
   test = tmp_path / "count_test.py"
@@ -121,7 +121,7 @@ def _tables(text):
 
 
 def test_the_worked_example():
-  """Two equal domains compute every array that the text shows."""
+  """The ops compute every array that the page shows, in two equal domains."""
   text = _section("docs/semantics.md", "A worked example")
   given, slots, results = _tables(text)
   mesh = make_mesh({"dp": 2, "ep": 2})
@@ -142,7 +142,7 @@ def test_the_worked_example():
     return of_all(out)
 
   def count(name, dropping=False):
-    """Returns the text's `name` on both ranks, or on rank 0 with drops."""
+    """Returns the counts `name` on the page: of both ranks, or with drops."""
     found = [
       ast.literal_eval(value)
       for value in re.findall(rf"{name} (\[.*?\])", text)

@@ -10,8 +10,8 @@ import pytest
 
 import ep
 
-# From top to bottom. A package imports packages of lower layers only, and none
-# of the same layer. Imports inside functions also count.
+# Layers of packages, from top to bottom. A package imports only packages of
+# lower layers, also inside functions.
 CORE = [
   {"moe"},
   {"ops"},

@@ -65,7 +65,7 @@ def _runnable(code: str) -> str:
   )
 
 
-# Fragments use these names: a group, a layer, a training step, and more.
+# Defines names that pages in _FRAGMENTS use: a group, a layer, a training step.
 _GIVEN = """
 import copy, functools, pickle
 import jax
@@ -94,7 +94,7 @@ grouped_matmul = jax.vmap(ep.grouped_matmul, (0, None, 0))  # over ranks
 block = lambda x: ep.moe_layer(layer, x, topk_idx, topk_weights, **matrices)
 step = jax.jit(lambda state, batch: state + block(batch))
 """
-# Blocks of these pages are fragments. Other pages define the names they use.
+# Pages with code that needs names from _GIVEN. Other pages are whole programs.
 _FRAGMENTS = {
   f"docs/{page}.md"
   for page in ("architecture", "performance", "router", "sharp_bits")
@@ -104,7 +104,7 @@ _LAUNCHED = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 @pytest.fixture(scope="module")
 def given():
-  """Returns a dict for the names that fragments use."""
+  """Yields a dict from names to values, which executing _GIVEN fills."""
   names = {}
   yield names
   if names:
@@ -133,8 +133,8 @@ def test_the_code_of_a_page(page, given, capsys, tmp_path, monkeypatch):
     elif page not in _FRAGMENTS:
       assert all(f"  # {line}\n" in code for line in printed.splitlines())
     groups |= {v for v in names.values() if isinstance(v, ep.EpGroup)}
-    # XLA terminates the process when a program waits in an XLA collective for
-    # a program whose group was closed.
+    # If the test closed a group now, XLA would terminate this process when a
+    # program in an XLA collective waits for a program of this group.
     with contextlib.suppress(*ep.EpError):
       jax.block_until_ready(jax.live_arrays())
   for group in groups - {given.get("group")}:

@@ -53,7 +53,7 @@ def test_a_name_belongs_to_its_public_module(module, name):
   value = getattr(module, name)
   assert value.__module__ in (module.__name__, "ep")
   assert pickle.loads(pickle.dumps(value)) is value
-  # The defining file resolves the names in annotations.
+  # `get_type_hints` looks up names of annotations in the defining module.
   typing.get_type_hints(value)
 
 

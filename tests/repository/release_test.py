@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a release agree with each other and with the module."""
+"""The files of a release agree with each other and with MODULE.bazel."""
 
 import ast
 import base64

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ep stuck` finds the right records, and survives damaged ones."""
+"""`ep stuck` finds the records of processes, and reports damaged records."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def record(**fields):
 
 
 def memory(text, number=2, max_bytes=None, size=None, magic=b"ep_text1"):
-  """Returns `text` in the format of shared_text.h; text 2 is in buffer 0."""
+  """Returns `text` in the format of shared_text.h, as text `number`."""
   max_bytes = len(text) if max_bytes is None else max_bytes
   size = len(text) if size is None else size
   head = struct.pack("=8sQQQQ", magic, number, max_bytes, size, 0)
@@ -100,7 +100,7 @@ BAD = {
 
 
 def processes_with(bytes_of_memory):
-  """Returns the processes found while a memfd of this one has these bytes."""
+  """Returns what `stuck.find` finds while this process has a memfd of bytes."""
   file = os.memfd_create("ep_status")
   try:
     os.write(file, bytes_of_memory)
@@ -128,7 +128,7 @@ def test_what_is_printed_does_not_control_a_terminal():
 
 
 def test_a_record_of_another_process_is_not_taken():
-  """A forked child inherits the descriptors of its parent."""
+  """Skips the parent's record, whose descriptor a forked child inherits."""
   found = processes_with(memory(record(pid=os.getppid(), group="theirs")))
   assert "theirs" not in [r.group for process in found for r in process.records]
 

@@ -35,7 +35,7 @@ def output(*args):
 
 
 def wait_for(patterns, *args):
-  """Runs `ep stuck` until its output matches all patterns; returns it."""
+  """Returns the output of `ep stuck` once the output matches all patterns."""
   deadline = time.monotonic() + WAIT_S
   while True:
     is_last = time.monotonic() > deadline
@@ -48,7 +48,7 @@ def wait_for(patterns, *args):
 def wait_until(path):
   deadline = time.monotonic() + 3 * WAIT_S
   while True:
-    # Read the clock first: SIGSTOP may stop this process at any line.
+    # Read the clock before the path: SIGSTOP may stop this process in between.
     is_last = time.monotonic() > deadline
     if path.exists():
       return
@@ -57,7 +57,7 @@ def wait_until(path):
 
 
 def names(*ranks):
-  """Returns a pattern of the ranks' names."""
+  """Returns a pattern that matches the names of the ranks."""
   processes = jax.process_count()
   name = "rank {}" if processes == 1 else "rank {} (process {})"
   texts = [name.format(r, r * processes // 4) for r in ranks]

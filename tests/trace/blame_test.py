@@ -35,7 +35,7 @@ ROW_S = 1e-4
 
 
 class Cause:
-  """A planted cause; callbacks read it, so that the program is the same."""
+  """A planted cause, which callbacks read, so all causes share a program."""
 
   def __init__(self, kind=None, rank=-1, layer=""):
     self.kind, self.rank, self.layer = kind, rank, layer
@@ -55,7 +55,7 @@ class Cause:
       hashlib.sha256(bytes(1 << 16))  # Releases the GIL.
 
   def choices(self, rng, layer):
-    """Returns all tokens' choices; a skew sends half to the planted rank."""
+    """Draws all tokens' choices; a skew sends half to the planted rank."""
     scores = rng.random((4, TOKENS, EXPERTS))
     if (self.kind, self.layer) == ("skew", layer):
       mine = slice(2 * self.rank, 2 * self.rank + 2)

@@ -163,7 +163,7 @@ def test_any_wrong_value_of_a_file_is_a_value_error(tmp_path):
 
 
 def part(process, came, step):
-  """Returns the trace part of one of two processes, with these arrivals."""
+  """Returns one process's trace file text, for exchanges arriving at `came`."""
   lines = [dict(process=process, ep_size=2, processes=[0, 1])]
   for times in came:
     end = max(times) + 0.1
@@ -198,7 +198,7 @@ def test_clocks_of_other_speeds_have_a_bound():
 
 
 def test_a_trace_that_begins_within_a_loop_leaves_it_out():
-  """One process has an iteration that the other lacks."""
+  """`merge` leaves out a loop if one process lacks one of its iterations."""
   merged = merge([part(0, [[1, 1], [2, 2]], 0), part(1, [[2, 2]], 0)])
   assert merged["exchanges"] == []
   assert merged["clocks"][1] == dict(offset_s=0.0, bound_s=None)

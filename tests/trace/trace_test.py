@@ -79,7 +79,7 @@ def test_the_late_rank_is_blamed(folder):
   before = config.group.waited()
   with ep.trace(config.group, path):
     run(config, slow=2)
-  # In 6 steps, all ranks except one wait for 0.1 s.
+  # In each of 6 steps, all ranks except one wait for 0.1 s.
   mine = {d.id for d in jax.local_devices()}
   late = config.group.mesh.devices.flat[2].id in mine
   expected = 0.6 * (len(mine) - late) / len(mine)
@@ -213,7 +213,7 @@ def test_a_group_that_ends_in_the_block_is_traced(folder):
 
 
 def test_a_process_that_cannot_write_fails_all(folder):
-  """All processes fail on entry of the context, not later in an op."""
+  """Entering `ep.trace` fails on all processes; no op fails later."""
   config = layer()
   is_last = jax.process_index() == jax.process_count() - 1
   mine = folder / ("none/x.json" if is_last else "x.json")
