@@ -107,7 +107,7 @@ def test_without_a_limit_the_default_capacity_follows_the_tokens():
 @has_no_limits
 @of_one_process
 def test_a_capacity_factor_multiplies_the_even_load():
-  """The capacity is at least a segment per expert, at most the worst case."""
+  """The capacity has at least one aligned segment for each expert of a rank."""
   unlimited = group("dp2_ep2", max_tokens_per_rank=None)
   config = ep.EpLayerConfig(unlimited, capacity_factor=1.25, alignment=4)
   assert config.capacity_for(8) == 32  # 1.25 * 8 * K, rounded up

@@ -31,7 +31,7 @@ VALUES = r"is \S+, but the oracle has \S+; \d+ of \d+ values are wrong"
 
 
 def _breaks(rule, says, base=HOST, **declared):
-  """Adds the transport `base` with functions altered by `alter`."""
+  """Registers a copy of the transport `base`, with altered functions."""
 
   def add(alter):
     subject = dataclasses.replace(

@@ -171,7 +171,7 @@ def _why_not(device: Any, run: Callable[..., Any], *types: Any) -> str | None:
 
 
 def _kernels(device: Any) -> Any:
-  """Returns a namespace with the functions of by_mosaic.py, for a device."""
+  """Returns the functions of by_mosaic.py for `device`, as a namespace."""
   # Imported late, because not every JAX has Pallas Mosaic GPU.
   from ep._src.matmul import by_mosaic
 

@@ -297,7 +297,7 @@ def _moved(
   first = L * iota(len(to))[:, None]
 
   def of_slices(values: jax.Array) -> jax.Array:
-    """Flattens [P, layers, L] to one value for each slice."""
+    """Broadcasts values to [P, layers, L], and flattens them to int32."""
     return jnp.broadcast_to(values, sent.shape).ravel().astype(jnp.int32)
 
   rows = x.reshape(-1, *x.shape[at + 1 :])

@@ -164,7 +164,7 @@ class Expected:
     copies = layout.copies_of(self._ids)
 
     def distinct(num_blocks: int) -> np.ndarray:
-      """Returns the chance that a token has a choice in each block."""
+      """Returns each block's chance to get a choice of a token."""
       block = _block(copies, V // num_blocks)
       wanted = np.bincount(block.ravel(), minlength=num_blocks)
       block = _distinct(block)

@@ -133,7 +133,7 @@ NAMED = {"linear": _linear, "balanced": place}
 def checked_loads(
   what: str, loads: np.ndarray | jax.Array, num_experts: int | None = None
 ) -> np.ndarray:
-  """Returns valid loads as float64; with `num_experts`, only [E] is valid."""
+  """Checks `loads` and returns them as float64; `num_experts` demands [E]."""
   try:
     loads = np.asarray(loads, float)
   except (TypeError, ValueError) as e:
