@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares the properties of the transport or layer under test.
+"""Declares the properties of the transport, layer or matmul under test.
 
 `T` tokens of a rank, `K` choices of a token, `E` experts, `P` ranks,
 `L = E / P` local experts (rank `e // L` owns expert `e`), `C` receive capacity
-of a rank in rows, `H` hidden size.
+of a rank in rows, `H` hidden size. A grouped matmul is the matmul of one rank:
+`C` rows of `F` columns, `L` groups, results of `G` columns.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class Tolerance:
   `ulps * (K + min(P, K) + 1)` units. A unit is the machine epsilon of the
   tokens' dtype times the sum of the magnitudes of the terms. For a `Layer`,
   whose terms the kit does not know, it is the epsilon times the largest
-  magnitude of the array. The kit refuses a tolerance that allows an error of a
-  tenth of these magnitudes or more.
+  magnitude of the array. For a `GroupedMatmul`, K and P are 1, and the terms
+  are the products of a sum. The kit refuses a tolerance that allows an error of
+  a tenth of these magnitudes or more.
 
   Attributes:
     ulps: units for each rounding; 0 demands the oracle's bits.
@@ -148,33 +150,10 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-  """The properties that a transport and a layer under test can declare.
-
-  A rule for a property runs only if the property is declared.
-
-  Attributes:
-    name: the name in reports.
-    location: "package.module:name", from which ranks that the kit starts import
-      the object; None leaves out the rules that start ranks.
-    dtypes: dtypes of tokens.
-    alignments: alignments that `build` supports. Padding is zero.
-    tolerance: the tolerance of sums. Rows always have the bits of their tokens.
-    supports: returns whether `build` supports a `Setting`; None means that it
-      supports all. The kit draws sizes until it finds supported ones.
-    repeatable: whether equal inputs give equal bits of tokens and gradients in
-      each run. With `order="any"`, the order of rows may differ.
-    gradients: whether reverse mode works.
-    second_order: whether reverse mode of the gradients works.
-    jvp: whether forward mode works.
-    reports_death: whether an op fails after a process has died.
-    reports_disagreement: whether an op, or `build`, fails on every process if
-      one of them uses another hidden size.
-    limit_s: seconds within which such an error must be raised.
-  """
+class Declaration:
+  """The properties that everything under test can declare; see subclasses."""
 
   name: str
-  location: str | None = None
   dtypes: tuple[str, ...] = ("float32",)
   alignments: tuple[int, ...] = (1,)
   tolerance: Tolerance = Tolerance(0)
@@ -183,9 +162,6 @@ class Subject:
   gradients: bool = False
   second_order: bool = False
   jvp: bool = False
-  reports_death: bool = False
-  reports_disagreement: bool = False
-  limit_s: float = 30.0
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
@@ -219,6 +195,41 @@ class Subject:
           f"dtypes={self.dtypes!r} of {self.name!r} has {dtype!r}, which is no"
           ' name of a floating-point dtype; write names such as "bfloat16".'
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject(Declaration):
+  """The properties that a transport and a layer under test can declare.
+
+  A rule for a property runs only if the property is declared.
+
+  Attributes:
+    name: the name in reports.
+    location: "package.module:name", from which ranks that the kit starts import
+      the object; None leaves out the rules that start ranks.
+    dtypes: dtypes of tokens.
+    alignments: alignments that `build` supports. Padding is zero.
+    tolerance: the tolerance of sums. Rows always have the bits of their tokens.
+    supports: returns whether `build` supports a `Setting`; None means that it
+      supports all. The kit draws sizes until it finds supported ones.
+    repeatable: whether equal inputs give equal bits of tokens and gradients in
+      each run. With `order="any"`, the order of rows may differ.
+    gradients: whether reverse mode works.
+    second_order: whether reverse mode of the gradients works.
+    jvp: whether forward mode works.
+    reports_death: whether an op fails after a process has died.
+    reports_disagreement: whether an op, or `build`, fails on every process if
+      one of them uses another hidden size.
+    limit_s: seconds within which such an error must be raised.
+  """
+
+  location: str | None = None
+  reports_death: bool = False
+  reports_disagreement: bool = False
+  limit_s: float = 30.0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
     module, _, name = (self.location or "module:name").partition(":")
     if not module or not name:
       raise ValueError(
@@ -277,4 +288,44 @@ class Layer(Subject):
 
   build: Callable[[Setting], tuple[Apply, Any]]
   expert: Expert
+  tolerance: Tolerance = Tolerance(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedMatmul(Declaration):
+  """A function such as `jax.lax.ragged_dot`, and its properties.
+
+      check(GroupedMatmul(name="mine", matmul=mine, gradients=True))
+
+  Attributes:
+    name: the name in reports.
+    matmul: `matmul(rows [C, F], matrices [L, F, G], group_sizes [L])` returns
+      `[C, G]`: `rows[r] @ matrices[j]` for every row r of group j. Group j is
+      the `group_sizes[j]` rows after groups 0 to j - 1. Rows and matrices have
+      one of `dtypes`; group sizes are int32, from 0 on, and their sum is at
+      most C. Rows after the last group may have any values, NaN included, and
+      must not be read. The kit calls the function in jitted programs of one
+      device, and differentiates it in rows and matrices.
+    result_dtype: dtype of results; None means the dtype of the rows. Gradients
+      always have the dtypes of rows and matrices. Sums are float32 and round
+      once to these dtypes.
+    multiples: C, F and G are multiples of these numbers.
+    tail: "zero" if rows after the last group are zero, in results, gradients
+      and tangents.
+    dtypes: dtypes of rows and matrices. Each drawn size has one of them.
+    alignments: group sizes are multiples of one of these.
+    tolerance: the tolerance of sums. Sums of whole numbers up to 2**24 are
+      exact in float32, so no tolerance applies to these.
+    supports: returns whether to draw a `Setting`, which has C as `capacity`, F
+      as `hidden` and L as `num_experts`, before C and F are rounded up.
+    repeatable: whether equal inputs give equal bits in each run.
+    gradients: whether reverse mode works.
+    second_order: whether reverse mode of the gradients works.
+    jvp: whether forward mode works.
+  """
+
+  matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+  result_dtype: str | None = None
+  multiples: tuple[int, int, int] = (1, 1, 1)
+  tail: Tail = "unspecified"
   tolerance: Tolerance = Tolerance(1)

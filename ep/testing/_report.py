@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ep.testing._declarations import Layer, Subject, Transport
+from ep.testing._declarations import Declaration, GroupedMatmul, Subject
 from ep.testing._rules import Rule, RULES
 from ep.testing._variants import Bench, Variant
 
@@ -109,13 +109,13 @@ class Report:
 
 
 def _plan(
-  subject: Subject, rules: Collection[str] | None, seed: int
+  subject: Subject | GroupedMatmul, rules: Collection[str] | None, seed: int
 ) -> Iterator[tuple[Rule, list[Case], str]]:
   """Yields each rule with its cases, or with the reason why it has none."""
-  if not isinstance(subject, Transport | Layer):
+  if not isinstance(subject, Declaration):
     raise TypeError(
-      f"ep.testing: subject={subject!r} has to be an ep.testing.Transport or an"
-      " ep.testing.Layer."
+      f"ep.testing: subject={subject!r} has to be an ep.testing.Transport,"
+      " ep.testing.Layer or ep.testing.GroupedMatmul."
     )
   if isinstance(rules, str) or not isinstance(rules, Collection | None):
     raise TypeError(
@@ -146,9 +146,12 @@ def _plan(
 
 
 def cases(
-  subject: Subject, rules: Collection[str] | None = None, *, seed: int = 0
+  subject: Subject | GroupedMatmul,
+  rules: Collection[str] | None = None,
+  *,
+  seed: int = 0,
 ) -> list[Any]:
-  """Returns the cases of a transport or layer as parameters of pytest.
+  """Returns the cases of the object under test as parameters of pytest.
 
       @pytest.mark.parametrize("case", ep.testing.cases(subject))
       def test_transport(case):
@@ -159,7 +162,7 @@ def cases(
   initializes the devices of JAX, so set `XLA_FLAGS` and join other ranks first.
 
   Args:
-    subject: the transport or layer under test.
+    subject: the transport, layer or grouped matmul under test.
     rules: names of rules; None takes all.
     seed: the seed of sizes, routings and numbers. It must be equal on every
       process of a job.
@@ -191,9 +194,12 @@ def cases(
 
 
 def check(
-  subject: Subject, rules: Collection[str] | None = None, *, seed: int = 0
+  subject: Subject | GroupedMatmul,
+  rules: Collection[str] | None = None,
+  *,
+  seed: int = 0,
 ) -> Report:
-  """Runs the cases of a transport or layer, and returns their results.
+  """Runs the cases of the object under test, and returns their results.
 
       report = ep.testing.check(subject)
       print(report)
@@ -203,7 +209,7 @@ def check(
   job of one process.
 
   Args:
-    subject: the transport or layer under test.
+    subject: the transport, layer or grouped matmul under test.
     rules: names of rules; None takes all.
     seed: the seed of sizes, routings and numbers. It must be equal on every
       process of a job.

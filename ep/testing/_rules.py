@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules, each of which tests one property of a transport or layer.
+"""The rules, each of which tests one property of the object under test.
 
 A rule is a function of a `Bench` and a `Variant`, the sizes and the routing of
 a case. It returns the largest error in units of a `Tolerance`, or raises an
@@ -22,7 +22,13 @@ import numpy as np
 from ep._src.base.quantizers import ROW_DTYPES, SCALE_DTYPES
 from ep.testing import _ranks
 from ep.testing._compare import compare, Expected
-from ep.testing._declarations import Subject, Transport
+from ep.testing._declarations import (
+  Declaration,
+  GroupedMatmul,
+  Layer,
+  Subject,
+  Transport,
+)
 from ep.testing._footprint import Footprint
 from ep.testing._round_trip import RoundTripOracle, Rows
 from ep.testing._routings import draw
@@ -53,11 +59,11 @@ _Check = TypeVar("_Check", bound=Callable[[Any, Variant], float])
 RULES: dict[str, Rule] = {}
 
 
-def _everywhere(subject: Subject, seed: int) -> list[Variant]:
+def _everywhere(subject: Declaration, seed: int) -> list[Variant]:
   return Draw(subject, seed).every_kind()
 
 
-def _each_alignment(subject: Subject, seed: int) -> list[Variant]:
+def _each_alignment(subject: Declaration, seed: int) -> list[Variant]:
   """Returns for each alignment the variant with the smallest arrays."""
 
   def numbers(variant: Variant) -> int:
@@ -67,31 +73,31 @@ def _each_alignment(subject: Subject, seed: int) -> list[Variant]:
   return [*{x.alignment: x for x in variants}.values()]
 
 
-def _once(subject: Subject, seed: int) -> list[Variant]:
+def _once(subject: Declaration, seed: int) -> list[Variant]:
   return _everywhere(subject, seed)[:1]
 
 
 def _rule(
   variants: Callable[[Any, int], Iterable[Variant]] = _everywhere,
   *,
-  of: type[Subject] = Subject,
+  of: Any = Declaration,
   starts_ranks: bool = False,
   **declared: Any,
 ) -> Callable[[_Check], _Check]:
-  """Returns a decorator that adds a rule for the class `of`.
+  """Returns a decorator that adds a rule for the classes `of`.
 
   The rule needs all values in `declared`; `...` is any value but the default.
   """
 
-  def is_declared(subject: Subject, name: str, value: Any) -> bool:
+  def is_declared(subject: Declaration, name: str, value: Any) -> bool:
     found = getattr(subject, name)
     if value is ...:
       return bool(found != subject.__dataclass_fields__[name].default)
     return bool(found == value)
 
-  def left_out(subject: Subject) -> str:
+  def left_out(subject: Declaration) -> str:
     if not isinstance(subject, of):
-      return f"only for a {of.__name__}"
+      return f"not for a {type(subject).__name__}"
     if all(is_declared(subject, *item) for item in declared.items()):
       return ""
     words = (f"{k}=" + f"{v!r}" * (v is not ...) for k, v in declared.items())
@@ -226,26 +232,39 @@ def _check_output(
   def check(numbers: str, limit: float) -> float:
     inputs = oracle.inputs(rng, numbers)
     got, _ = trial.forward(oracle, inputs)
-    return compare("tokens", got, oracle.output(inputs), limit=limit)
+    return compare(oracle.result, got, oracle.output(inputs), limit=limit)
 
   return _worst(check, bench, trial, kinds or oracle.numbers)
 
 
 @_rule()
 def output(bench: Bench[Any], variant: Variant) -> float:
-  """Each token gets the weighted sum of its experts' outputs."""
+  """Each token gets the sum of its experts' outputs; each row, its product."""
   return _check_output(bench, *bench.begin(variant))
 
 
-@_rule(of=Transport)
+@_rule(of=Transport | GroupedMatmul)
 def unread(bench: Bench[Any], variant: Variant) -> float:
-  """Rows without a token are never read: experts may return NaN for them."""
+  """Rows without a token, or after the last group, are not read: even NaNs."""
   trial, oracle, rng = bench.begin(variant)
-  poisoned = oracle.poisoned()
-  worst = _check_output(bench, trial, poisoned, rng)
+  return _check_both(bench, trial, oracle.poisoned(), rng)
+
+
+def _check_both(
+  bench: Bench[Any], trial: Any, oracle: Any, rng: np.random.Generator
+) -> float:
+  """Checks results and, if they are declared, gradients."""
+  worst = _check_output(bench, trial, oracle, rng)
   if bench.subject.gradients:
-    worst = max(worst, _check_pullback(bench, trial, poisoned, rng))
+    worst = max(worst, _check_pullback(bench, trial, oracle, rng))
   return worst
+
+
+@_rule(of=GroupedMatmul)
+def neighbours(bench: Bench[Any], variant: Variant) -> float:
+  """A NaN in a row or matrix affects no result of other rows or groups."""
+  trial, oracle, rng = bench.begin(variant)
+  return _check_both(bench, trial, oracle.with_nans(), rng)
 
 
 @_rule(_each_alignment, of=Transport)
@@ -261,15 +280,6 @@ def interleaved(bench: Bench[Any], variant: Variant) -> float:
     compare("tokens", got, want, limit=limit)
     for want, (got, _) in zip(expected, trial.interleaved(*calls), strict=True)
   )
-
-
-def _by_name(grads: Any) -> dict[str, Any]:
-  """Returns the gradients by the names that an oracle gives to the inputs."""
-  tokens, weights, *params = grads
-  named = {"tokens": tokens, "weights": weights}
-  for path, leaf in jax.tree.leaves_with_path(params):
-    named["params" + jax.tree_util.keystr(path[1:])] = leaf
-  return named
 
 
 def _compare_gradients(
@@ -291,34 +301,34 @@ def _check_pullback(
 ) -> float:
   def check(numbers: str, limit: float) -> float:
     inputs = oracle.inputs(rng, numbers)
-    g = oracle.inputs(rng, numbers)[0]
+    g = oracle.cotangent(rng, numbers)
     grads, received = trial.pullback(oracle, inputs, g)
     expected = oracle
     if received:
       expected = _observed(bench.subject, oracle, received, inputs)
     want = expected.pullback(inputs, g)
     want = {name: want[name] for name in names or want}
-    return _compare_gradients(_by_name(grads), want, limit=limit)
+    return _compare_gradients(oracle.by_name(grads), want, limit=limit)
 
   return _worst(check, bench, trial, kinds or oracle.numbers)
 
 
 @_rule(gradients=True)
 def gradients(bench: Bench[Any], variant: Variant) -> float:
-  """Reverse mode gives the gradients of tokens, weights and parameters."""
+  """Reverse mode gives the gradients of all inputs."""
   return _check_pullback(bench, *bench.begin(variant))
 
 
 @_rule(_each_alignment, jvp=True)
 def jvp(bench: Bench[Any], variant: Variant) -> float:
-  """Forward mode gives the derivative along tokens, weights and parameters."""
+  """Forward mode gives the derivative along all inputs."""
   trial, oracle, rng = bench.begin(variant)
 
   def check(numbers: str, limit: float) -> float:
     inputs, tangents = (oracle.inputs(rng, numbers) for _ in range(2))
     got, _ = trial.pushforward(oracle, inputs, tangents)
     want = oracle.pushforward(inputs, tangents)
-    return compare("the tangent of tokens", got, want, limit=limit)
+    return compare(f"the tangent of {oracle.result}", got, want, limit=limit)
 
   return _worst(check, bench, trial, oracle.numbers)
 
@@ -330,10 +340,12 @@ def second_order(bench: Bench[Any], variant: Variant) -> float:
 
   def check(numbers: str, limit: float) -> float:
     inputs, cotangents = (oracle.inputs(rng, numbers) for _ in range(2))
-    g = oracle.inputs(rng, numbers)[0]
+    g = oracle.cotangent(rng, numbers)
     grads, g_g = trial.second_pullback(oracle, inputs, g, cotangents)
     want = oracle.second_pullback(inputs, g, cotangents)
-    return _compare_gradients(_by_name(grads) | {"g": g_g}, want, limit=limit)
+    return _compare_gradients(
+      oracle.by_name(grads) | {"g": g_g}, want, limit=limit
+    )
 
   return _worst(check, bench, trial, oracle.numbers)
 
@@ -343,12 +355,12 @@ def repeatable(bench: Bench[Any], variant: Variant) -> float:
   """The same inputs give the same bits in each run, whatever the tolerance."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
-  g = oracle.inputs(rng, "normal")[0]
+  g = oracle.cotangent(rng, "normal")
 
   def call() -> dict[str, Any]:
     got = {"output": trial.forward(oracle, inputs)[0]}
     if bench.subject.gradients:
-      got |= _by_name(trial.pullback(oracle, inputs, g)[0])
+      got |= oracle.by_name(trial.pullback(oracle, inputs, g)[0])
     return got
 
   first = {
@@ -418,7 +430,7 @@ def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
   return [x for size in sizes for x in draw.one(ep_size=size)]
 
 
-@_rule(_fewer_ranks)
+@_rule(_fewer_ranks, of=Transport | Layer)
 def ep_sizes(bench: Bench[Any], variant: Variant) -> float:
   """Fewer ranks with more experts each also match the oracle."""
   if isinstance(bench.subject, Transport):
@@ -451,7 +463,7 @@ def soak(bench: Bench[Any], variant: Variant) -> float:
     while len(pending) > most:
       step, oracle, inputs, running = pending.popleft()
       got, _ = trial.finish(running)
-      what = f"tokens of step {step}"
+      what = f"{oracle.result} of step {step}"
       want = oracle.output(inputs)
       worst = max(worst, compare(what, got, want, limit=limit))
 
@@ -481,14 +493,16 @@ def _all_fail(
   return 0.0
 
 
-@_rule(_once, starts_ranks=True, location=...)
+@_rule(_once, of=Subject, starts_ranks=True, location=...)
 def processes(bench: Bench[Any], variant: Variant) -> float:
   """Two processes with two devices each match one with four devices."""
   notes = _ranks.run(bench.subject, "processes", variant.seed)
   return max(float(note["worst"]) for note in notes.values())
 
 
-@_rule(_once, starts_ranks=True, location=..., reports_disagreement=True)
+@_rule(
+  _once, of=Subject, starts_ranks=True, location=..., reports_disagreement=True
+)
 def disagreement(bench: Bench[Any], variant: Variant) -> float:
   """If a process has another hidden size, every process gets an error."""
   return _all_fail(
@@ -500,7 +514,7 @@ def disagreement(bench: Bench[Any], variant: Variant) -> float:
   )
 
 
-@_rule(_once, starts_ranks=True, location=..., reports_death=True)
+@_rule(_once, of=Subject, starts_ranks=True, location=..., reports_death=True)
 def killed_rank(bench: Bench[Any], variant: Variant) -> float:
   """If a process is killed, an op of the others fails and does not hang."""
   return _all_fail(

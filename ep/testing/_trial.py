@@ -30,9 +30,11 @@ class Oracle(abc.ABC):
     numbers: kinds of inputs with known derivatives. "whole" are small whole
       numbers, whose sums are exact in any order, so that results have the
       expected bits for any tolerance.
+    result: what the function returns, in an error message.
   """
 
   numbers: ClassVar[tuple[str, ...]]
+  result: ClassVar[str] = "tokens"
 
   def __init__(self, setting: Setting, *route: np.ndarray):
     self._setting = setting
@@ -41,6 +43,19 @@ class Oracle(abc.ABC):
   @abc.abstractmethod
   def inputs(self, rng: np.random.Generator, numbers: str) -> tuple[Any, ...]:
     """Draws tokens and weights; returns them with the parameters, if any."""
+
+  def cotangent(self, rng: np.random.Generator, numbers: str) -> np.ndarray:
+    """Draws a cotangent of the result, which has the type of the tokens."""
+    tokens: np.ndarray = self.inputs(rng, numbers)[0]
+    return tokens
+
+  def by_name(self, grads: Any) -> dict[str, Any]:
+    """Returns the gradients by the names of inputs in `pullback`."""
+    tokens, weights, *params = grads
+    named = {"tokens": tokens, "weights": weights}
+    for path, leaf in jax.tree.leaves_with_path(params):
+      named["params" + jax.tree_util.keystr(path[1:])] = leaf
+    return named
 
   @abc.abstractmethod
   def output(self, inputs: Any) -> Expected:
@@ -109,7 +124,8 @@ class Trial(abc.ABC):
     self, setting: Setting, function: Callable[[Any, Any], tuple[Any, Any]]
   ):
     self.setting = setting
-    programs = [jax.jit(f) for f in (function, *derivatives(function))]
+    functions = function, *derivatives(function)
+    programs = [jax.jit(self._program(f)) for f in functions]
     self._function = programs[0]
     # Each function takes an oracle, inputs, and more arguments; see `_run`.
     self.forward, self.pullback, self.pushforward, self.second_pullback = (
@@ -118,6 +134,10 @@ class Trial(abc.ABC):
     self._replicate = jax.jit(
       _as_integers, out_shardings=NamedSharding(setting.mesh, PartitionSpec())
     )
+
+  def _program(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the program for `fn(route, *args)`."""
+    return fn
 
   @abc.abstractmethod
   def oracle(self, topk_idx: np.ndarray) -> Oracle:

@@ -13,13 +13,21 @@ import jax
 from jax.sharding import AxisType, Mesh
 import numpy as np
 
-from ep.testing._declarations import Layer, Setting, Subject, Transport
+from ep.testing._declarations import (
+  Declaration,
+  GroupedMatmul,
+  Layer,
+  Setting,
+  Subject,
+  Transport,
+)
 from ep.testing._dense import LayerTrial
+from ep.testing._matmul import MatmulTrial
 from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
 from ep.testing._trial import Oracle, Trial
 
-_Subject = TypeVar("_Subject", bound=Subject)
+_Subject = TypeVar("_Subject", bound=Declaration)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +79,8 @@ class Variant:
 
 @functools.cache
 def _mesh(size: int) -> Mesh:
-  types, devices = (AxisType.Auto,), jax.devices()[:size]
+  every = jax.local_devices() if size == 1 else jax.devices()
+  types, devices = (AxisType.Auto,), every[:size]
   return jax.make_mesh((size,), ("ep",), axis_types=types, devices=devices)
 
 
@@ -92,7 +101,7 @@ class Kind:
   experts: tuple[int, int]
   routing: str = ""
   all_tokens: int = 0
-  of: type[Subject] = Subject
+  of: type[Declaration] = Subject
 
 
 # The routing of USUAL has unused choices, experts of any load, and tokens
@@ -115,14 +124,27 @@ _KINDS: tuple[tuple[Kind, ...], ...] = (
   (_WIDE_AND_MANY, _WIDE, _MANY_EXPERTS),
   (_LONG_SEGMENTS, _MANY_TOKENS),
 )
+# A group of a matmul has few or many rows, and sums have few or many terms.
+_MATMUL_KINDS: tuple[tuple[Kind, ...], ...] = tuple(
+  (dataclasses.replace(kind, top_k=(1, 1), of=GroupedMatmul),)
+  for kind in (
+    dataclasses.replace(USUAL, tokens=(30, 300)),
+    Kind((200, 400), (1, 1), (257, 500), (2, 6), "empty_experts"),
+    dataclasses.replace(_MANY_EXPERTS, tokens=(257, 400)),
+    _LONG_SEGMENTS,
+  )
+)
 _TRIES = 1000  # attempts to draw supported sizes
 
 
 class Draw:
   """Draws variants. Equal seeds give equal variants."""
 
-  def __init__(self, subject: Subject, seed: int):
+  def __init__(self, subject: Declaration, seed: int):
     self._subject, self._seed = subject, seed
+    is_matmul = isinstance(subject, GroupedMatmul)
+    self._kinds = _MATMUL_KINDS if is_matmul else _KINDS
+    self._ep_size = 1 if is_matmul else None
     self._rng = np.random.default_rng(seed)
     # Each dtype and each alignment is used once before any is used again.
     self._dtypes, self._alignments = map(
@@ -135,8 +157,8 @@ class Draw:
   def every_kind(self) -> list[Variant]:
     """Draws variants with every kind, routing, dtype and alignment."""
     subject = self._subject
-    count = max(map(len, (_KINDS, subject.dtypes, subject.alignments)))
-    kinds = itertools.islice(itertools.cycle(_KINDS), count)
+    count = max(map(len, (self._kinds, subject.dtypes, subject.alignments)))
+    kinds = itertools.islice(itertools.cycle(self._kinds), count)
     bases = [base for group in kinds for base in self.one(*group)]
     # A case of long segments takes the longest time, so it has one routing.
     short = [x for x in bases if x.routing != _LONG_SEGMENTS.routing]
@@ -195,7 +217,7 @@ class Draw:
       """Draws a number; each power of two is equally likely."""
       return int(low * ((high + 1) / low) ** self._rng.random())
 
-    devices, capacity = jax.device_count(), None
+    devices, capacity = self._ep_size or jax.device_count(), None
     tokens = max(between(*kind.tokens), -(-kind.all_tokens // devices))
     experts = max(2, -(-between(*kind.experts) // devices) * devices)
     top_k = min(between(*kind.top_k), experts)
@@ -213,7 +235,7 @@ class Draw:
       between(*kind.hidden),
       experts,
       int(self._rng.integers(9)),
-      ep_size,
+      ep_size or self._ep_size,
       capacity,
     )
 
@@ -233,6 +255,8 @@ class Bench(Generic[_Subject]):
         self._trials[setting] = LayerTrial(self.subject, setting)
       elif isinstance(self.subject, Transport):
         self._trials[setting] = RoundTrip(self.subject, setting)
+      elif isinstance(self.subject, GroupedMatmul):
+        self._trials[setting] = MatmulTrial(self.subject, setting)
     return self._trials[setting]
 
   def limit(self, setting: Setting, numbers: str) -> float:

@@ -1,105 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls and their derivatives equal a loop over the segments."""
+"""Grouped matmuls pass the rules of ep.testing."""
 
 import functools
-import itertools
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep._src.matmul import by_ragged_dot, by_static_tiles, by_tiles
+import ep
+from ep._src.matmul import (
+  by_ragged_dot,
+  by_static_tiles,
+  by_tiles,
+  by_tpu_kernels,
+)
 from ep._src.matmul import grouped_matmul as gm
 from ep._src.native import ffi
+from ep.testing import GroupedMatmul
 
 C, F, G = 300, 5, 7
 
-# Sizes of expert segments: within a tile, whole tiles, across tiles, empty, and
-# C in total. Cases with equally many segments share a program.
-SIZES = {
-  "one": [41, 0, 0, 0, 0, 0],
-  "empty": [0, 33, 0, 0, 64, 0],
-  "none": [0, 0, 0, 0, 0, 0],
-  "tiny": [1, 2, 3, 1, 1, 2],
-  "tiles": [128, 0, 128, 0, 0, 0],
-  "full": [0, 150, 17, 0, 0, 133],
-}
-MANY = [3] * 100
-SEGMENTS = [[0, 0], [100, 50], [0, 17], [0, 0], [0, 0], [130, 0]]  # of "full"
-
-IMPLEMENTATIONS = {
-  "tiles": by_tiles,
-  "static": by_static_tiles,
-  "ragged": by_ragged_dot,
-}
+SIZES = [0, 150, 17, 0, 0, 133]  # of expert segments; C in total
+SLABS = [*map(slice, np.cumsum(SIZES) - SIZES, np.cumsum(SIZES))]
+SEGMENTS = [[0, 0], [100, 50], [0, 17], [0, 0], [0, 0], [130, 0]]
 
 
-def _slabs(sizes):
-  ends = np.cumsum(sizes)
-  return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+def _of_module(ops):
+  """Returns the functions of an implementation as one function.
+
+  Two halves of each matrix are two matrices, as in a gated expert.
+  """
+
+  def apply(fn, sizes, *args):
+    halves = [jnp.split(x, 2, -1) if is_split else x for x, is_split in args]
+    return fn(sizes, jnp.zeros((*sizes.shape, 0), jnp.int32), *halves)
+
+  @jax.custom_vjp
+  def matmul(rows, matrices, sizes):
+    expand = functools.partial(ops.expand, tail="zero")
+    outs = apply(expand, sizes, (rows, False), (matrices, True))
+    return jnp.concatenate(outs, 1)
+
+  def backward(residuals, g):
+    rows, matrices, sizes = residuals
+    contract = functools.partial(ops.contract, tail="zero")
+    outer = functools.partial(ops.outer, dtype=jnp.dtype("float32"))
+    sums = apply(outer, sizes, (rows, False), (g, True))
+    return (
+      apply(contract, sizes, (g, True), (matrices, True)),
+      jnp.concatenate(sums, 2).astype(matrices.dtype),
+      None,
+    )
+
+  matmul.defvjp(lambda *args: (matmul(*args), args), backward)
+  return matmul
 
 
-def _matmul(rows, matrices, sizes):
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _cases(matmul, *rules, **declared):
+  """Returns cases of ep.testing; `unread` and `neighbours` check gradients."""
+  name = matmul.__name__.rpartition(".")[2]
+  if not callable(matmul):
+    matmul = _of_module(matmul)
+  declared = dict(dtypes=DTYPES, multiples=(1, 1, 2)) | declared
+  subject = GroupedMatmul(
+    name=name, matmul=matmul, tail="zero", gradients=True, **declared
+  )
+  return [
+    case._replace(id=f"{name}-{case.id}")
+    for case in ep.testing.cases(subject, ["unread", *rules])
+  ]
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    *_cases(
+      gm.grouped_matmul,
+      *("neighbours", "repeatable", "jvp", "second_order"),
+      jvp=True,
+      second_order=True,
+    ),
+    *_cases(by_tiles, "neighbours"),
+    *_cases(by_static_tiles, "neighbours"),
+    # XLA:CPU multiplies the matrices of other groups by zeros.
+    *_cases(by_ragged_dot),
+  ],
+)
+def test_conformance(case):
+  case.check()
+
+
+def _has_few_tiles(setting):
+  """Returns whether each axis has two or more tiles, but not many."""
+  rows, hidden = setting.capacity, setting.hidden
+  return 64 < rows < 200 and 48 < hidden < 96 and setting.num_experts < 20
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    case
+    for dtype, count in (("bfloat16", None), ("float32", 1))
+    for case in _cases(
+      by_tpu_kernels, dtypes=(dtype,), supports=_has_few_tiles
+    )[:count]
+  ],
+)
+def test_conformance_in_the_tpu_interpreter(case, monkeypatch):
+  """The last tile of each axis exceeds the array."""
+  monkeypatch.setattr(by_tpu_kernels, "_TILES", [(64, 48, 48)])
+  monkeypatch.setattr(by_tpu_kernels, "_PART", 32)
+  with pltpu.force_tpu_interpret_mode():
+    case.check()
+
+
+def _matmul(rows, matrices):
   out = np.zeros((rows.shape[0], matrices.shape[2]))
-  for matrix, slab in zip(matrices, _slabs(sizes), strict=True):
+  for matrix, slab in zip(matrices, SLABS, strict=True):
     out[slab] = rows[slab] @ matrix
   return out
 
 
-def _outer(left, right, sizes):
-  return np.stack([left[slab].T @ right[slab] for slab in _slabs(sizes)])
-
-
-def _inputs(sizes, dtype=jnp.float32):
+def _inputs(dtype=jnp.float32):
   rng = np.random.default_rng(0)
-  shapes = (C, F), (len(sizes), F, G), (C, G)
-  rows, matrices, g = (np.asarray(rng.normal(size=s), dtype) for s in shapes)
-  used = np.arange(C)[:, None] < sum(sizes)
-  rows, g = (np.where(used, x, np.array(np.nan, dtype)) for x in (rows, g))
-  return rows, matrices, g
-
-
-@functools.cache
-def _program(implementation):
-  ops = IMPLEMENTATIONS[implementation]
-
-  @jax.jit
-  def call(sizes, rows, matrices, g):
-    whole = jnp.zeros((*sizes.shape, 0), jnp.int32)
-    return (
-      ops.expand(sizes, whole, rows, [matrices], "zero"),
-      ops.contract(sizes, whole, [g], [matrices], "zero"),
-      ops.outer(sizes, whole, rows, [g], jnp.float32),
-    )
-
-  return call
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-  "sizes, dtype",
-  [
-    (MANY, jnp.float32),
-    *itertools.product(SIZES.values(), [jnp.float32, jnp.bfloat16]),
-  ],
-)
-def test_the_operations_beside_unused_nans(sizes, dtype, implementation):
-  """Rows are float32 or bfloat16; matrices and their gradients are float32."""
-  rows, _, g = _inputs(sizes, dtype)
-  _, matrices, _ = _inputs(sizes)
-
-  call = _program(implementation)
-  (out,), back, (sums,) = call(jnp.int32(sizes), rows, matrices, g)
-  assert (out.dtype, back.dtype, sums.dtype) == (dtype, dtype, jnp.float32)
-  rows, g, rounded = map(np.float64, (rows, g, matrices.astype(dtype)))
-  eps = max(float(jnp.finfo(dtype).eps) / 2, 1e-5)
-  for actual, expected in [
-    (out, _matmul(rows, rounded, sizes)),
-    (back, _matmul(g, rounded.swapaxes(1, 2), sizes)),
-  ]:
-    np.testing.assert_allclose(np.float64(actual), expected, 1.01 * eps, 2e-5)
-  np.testing.assert_allclose(sums, _outer(rows, g, sizes), 1e-4, 1e-4)
+  shapes = (C, F), (len(SIZES), F, G), (C, G)
+  return tuple(rng.normal(size=s).astype(dtype) for s in shapes)
 
 
 @pytest.fixture(params=["native", "tiles"])
@@ -110,12 +140,10 @@ def implementation_on_cpu(request, monkeypatch):
 
 
 def test_the_library_computes_products_and_gradients(implementation_on_cpu):
-  rows, matrices, g = _inputs(SIZES["full"])
+  rows, matrices, g = _inputs()
 
   def both(x, w, g):
-    fn = functools.partial(
-      gm.grouped_matmul, group_sizes=np.int32(SIZES["full"])
-    )
+    fn = functools.partial(gm.grouped_matmul, group_sizes=np.int32(SIZES))
     out, vjp = jax.vjp(fn, x, w)
     return out, vjp(g)
 
@@ -124,47 +152,21 @@ def test_the_library_computes_products_and_gradients(implementation_on_cpu):
   assert text.count("@ep_grouped_matmul(") == expected
 
 
-@jax.jit
-def _gradients(rows, matrices, sizes, g):
-  return jax.vjp(lambda x, w: gm.grouped_matmul(x, w, sizes), rows, matrices)[
-    1
-  ](g)
-
-
-@pytest.mark.parametrize("sizes", [*SIZES.values(), MANY])
-def test_gradients_beside_unused_nans(sizes):
-  rows, matrices, g = _inputs(sizes)
-  g_rows, g_matrices = _gradients(rows, matrices, jnp.int32(sizes), g)
-  expected = _matmul(g, matrices.swapaxes(1, 2), sizes)
-  np.testing.assert_allclose(g_rows, expected, 1e-5, 1e-5)
-  np.testing.assert_allclose(g_matrices, _outer(rows, g, sizes), 1e-4, 1e-4)
-
-
 @pytest.mark.parametrize(
-  "implementation_on_cpu, dtype, matrix_dtype, segments",
-  [
-    ("native", jnp.float16, jnp.float16, None),
-    ("tiles", jnp.float16, jnp.float16, None),
-    ("native", jnp.bfloat16, jnp.bfloat16, None),
-    ("native", jnp.bfloat16, jnp.float32, None),
-    ("native", jnp.bfloat16, jnp.float32, SEGMENTS),
-    ("tiles", jnp.bfloat16, jnp.float32, SEGMENTS),
-  ],
+  "implementation_on_cpu, segments",
+  [("native", None), ("native", SEGMENTS), ("tiles", SEGMENTS)],
   indirect=["implementation_on_cpu"],
 )
 @pytest.mark.usefixtures("implementation_on_cpu")
-def test_low_precision_is_summed_in_float32_and_rounded_once(
-  dtype, matrix_dtype, segments
-):
+def test_float32_gradients_of_matrices_beside_bfloat16_rows(segments):
   """The op rounds matrices to the dtype of rows, but not their gradients."""
-  sizes = SIZES["full"]
-  rows, _, g = _inputs(sizes, dtype)
-  _, matrices, _ = _inputs(sizes, matrix_dtype)
+  rows, _, g = _inputs(jnp.bfloat16)
+  _, matrices, _ = _inputs()
   rows[297:300] = 0  # These rows are padding after the segments.
   counts = None if segments is None else jnp.int32(segments)
 
   def product(x, w):
-    return gm.grouped_matmuls(x, [w], jnp.int32(sizes), segments=counts)[0]
+    return gm.grouped_matmuls(x, [w], jnp.int32(SIZES), segments=counts)[0]
 
   @jax.jit
   def both(x, w, g):
@@ -172,20 +174,15 @@ def test_low_precision_is_summed_in_float32_and_rounded_once(
     return out, *vjp(g)
 
   *results, g_matrices = both(rows, matrices, g)
-  rows, rounded, g = map(np.float64, (rows, matrices.astype(dtype), g))
-  expected = (
-    _matmul(rows, rounded, sizes),
-    _matmul(g, rounded.swapaxes(1, 2), sizes),
-  )
-  tolerance = 1.01 * float(jnp.finfo(dtype).eps) / 2, 2e-5
+  rows, rounded, g = map(np.float64, (rows, matrices.astype(rows.dtype), g))
+  expected = _matmul(rows, rounded), _matmul(g, rounded.swapaxes(1, 2))
+  tolerance = 1.01 * float(jnp.finfo(jnp.bfloat16).eps) / 2, 2e-5
   for a, b in zip(results, expected, strict=True):
-    assert a.dtype == dtype
+    assert a.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float64(a), b, *tolerance)
-  assert g_matrices.dtype == matrix_dtype
-  if matrix_dtype == jnp.float32:
-    tolerance = 1e-4, 1e-4
-  expected = _outer(rows, g, sizes)
-  np.testing.assert_allclose(np.float64(g_matrices), expected, *tolerance)
+  assert g_matrices.dtype == jnp.float32
+  sums = np.stack([rows[slab].T @ g[slab] for slab in SLABS])
+  np.testing.assert_allclose(np.float64(g_matrices), sums, 1e-4, 1e-4)
 
 
 def test_work_is_linear_in_the_rows_used():

@@ -14,70 +14,12 @@ import pytest
 
 from ep._src.matmul import (
   by_ragged_dot,
-  by_tpu_kernels,
   on_tpu,
   row_map,
 )
 from ep._src.matmul.row_map import map_used_rows
 
 L, F, G = 4, 72, 80
-SIZES = {
-  "across_blocks": (200, [70, 0, 60, 3]),
-  "whole_blocks": (192, [64, 64, 0, 0]),
-  "none": (128, [0, 0, 0, 0]),
-  "all": (193, [1, 63, 64, 65]),
-}
-
-
-def _slabs(sizes):
-  return list(map(slice, np.cumsum(sizes) - sizes, np.cumsum(sizes)))
-
-
-@pytest.mark.parametrize(
-  "name, dtype",
-  [*dict.fromkeys(SIZES, jnp.bfloat16).items(), ("all", jnp.float32)],
-)
-def test_grouped_matmuls_beside_unused_nans(name, dtype, monkeypatch):
-  """NaN in unused rows changes no result; matrices are float32.
-
-  The last tile of each axis exceeds the array.
-  """
-  monkeypatch.setattr(by_tpu_kernels, "_TILES", [(64, 48, 48)])
-  monkeypatch.setattr(by_tpu_kernels, "_PART", 32)
-  num, sizes = SIZES[name]
-  rng = np.random.default_rng(0)
-  x, y, z = (rng.normal(size=(num, n)).astype(dtype) for n in (F, G, G))
-  w, v = (rng.normal(size=(L, F, G)).astype(np.float32) for _ in range(2))
-  for rows in (x, y, z):
-    rows[sum(sizes) :] = np.nan
-  assert on_tpu.choose(x, w.shape) is by_tpu_kernels
-
-  @jax.jit
-  def run(sizes, x, w, v, y, z):
-    return (
-      by_tpu_kernels.expand(sizes, None, x, [w, v], "zero"),
-      by_tpu_kernels.contract(sizes, None, [y, z], [w, v], "zero"),
-      by_tpu_kernels.outer(sizes, None, x, [y, z], jnp.dtype("float32")),
-    )
-
-  with pltpu.force_tpu_interpret_mode():
-    outs, back, sums = run(jnp.int32(sizes), x, w, v, y, z)
-  w, v = (np.float64(m.astype(dtype)) for m in (w, v))
-  x, y, z = map(np.float64, (x, y, z))
-  expected = [np.zeros((num, G)), np.zeros((num, G)), np.zeros((num, F))]
-  expected_sums = [np.zeros((L, F, G)), np.zeros((L, F, G))]
-  for j, s in enumerate(_slabs(sizes)):
-    expected[0][s], expected[1][s] = x[s] @ w[j], x[s] @ v[j]
-    expected[2][s] = y[s] @ w[j].T + z[s] @ v[j].T
-    for out, g in zip(expected_sums, (y, z), strict=True):
-      out[j] = x[s].T @ g[s]
-  eps = max(float(jnp.finfo(dtype).eps) / 2, 1e-5)
-  for actual, wanted in zip([*outs, back], expected, strict=True):
-    assert actual.dtype == dtype
-    np.testing.assert_allclose(np.float64(actual), wanted, 1.01 * eps, 1e-4)
-  for actual, wanted in zip(sums, expected_sums, strict=True):
-    assert actual.dtype == jnp.float32
-    np.testing.assert_allclose(actual, wanted, 1e-4, 1e-4)
 
 
 def act(gates, values, weights):

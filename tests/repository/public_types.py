@@ -231,6 +231,7 @@ def conformance() -> None:
 
   layer = testing.Layer(name="mine", build=build_layer, expert=expert)
   subjects: list[testing.Subject] = [transport, layer]
+  testing.check(testing.GroupedMatmul(name="ours", matmul=ep.grouped_matmul))
   for subject in subjects:
     report = testing.check(subject, ["output"])
     assert_type(report, testing.Report)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule of ep.testing detects a transport or a layer that breaks the rule.
+"""Each rule of ep.testing detects an object under test that breaks the rule.
 
 A broken transport is a correct transport with one fault. Some faults are
 allowed if the transport declares weaker guarantees.
@@ -10,6 +10,7 @@ import functools
 import re
 import time
 
+import broken_matmuls
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ import ep
 from ep.testing import _rank, Received, Tolerance, Transport
 from ep.testing._rules import RULES
 
-# (rule, broken transport or layer, pattern of each failure)
-BROKEN = []
+# (rule, broken transport, layer or matmul, pattern of each failure)
+BROKEN = [*broken_matmuls.BROKEN]
 SEED = 0
 
 ROW = r"rank \d, expert \d+, row \d+ \(token \d+ of rank \d\)"

@@ -9,11 +9,13 @@ import dataclasses
 import sys
 
 import jax
+from jax import lax
+import jax.numpy as jnp
 import pytest
 from testing_subjects import HOST, ONE_HOT, PADDED, SUBJECTS
 
 import ep
-from ep.testing import Tolerance
+from ep.testing import GroupedMatmul, Tolerance
 from ep.testing._routings import ROUTINGS
 from ep.testing._rules import RULES
 from ep.testing._variants import Draw
@@ -44,7 +46,7 @@ def test_cases_have_names_and_skipped_rules_have_reasons():
   assert reasons["overflow"] == "not declared: overflow="
   assert reasons["killed_rank"].startswith("not declared: location=")
   of_layer = {case.id: case.marks for case in ep.testing.cases(ONE_HOT)}
-  assert of_layer["rows"][0].kwargs["reason"] == "only for a Transport"
+  assert of_layer["rows"][0].kwargs["reason"] == "not for a Layer"
 
 
 def test_an_alignment_that_is_not_declared_is_not_built():
@@ -85,7 +87,7 @@ def test_an_unknown_declaration_is_refused(declared, says):
 @pytest.mark.parametrize(
   "arguments, says",
   [
-    (dict(subject=None), "subject=None has to be an ep.testing.Transport or"),
+    (dict(subject=None), "subject=None has to be an ep.testing.Transport,"),
     (dict(rules="rows"), "rules='rows' has to be a list of names"),
     (dict(rules=["row"]), "no rule row; the rules are sizes, rows"),
     (dict(seed=None), "seed=None has to be a whole number"),
@@ -133,6 +135,33 @@ def test_the_drawn_sizes_cover_what_is_declared():
     assert min(x.top_k for x in variants) == 1 < 3 <= variants[0].top_k
     assert max(x.top_k for x in variants) > 4
     assert variants == Draw(HOST, seed).every_kind()
+
+
+def test_a_matmul_gets_the_declared_sizes():
+  def matmul(rows, matrices, sizes):
+    (c, f), g = rows.shape, matrices.shape[2]
+    assert c % 8 == f % 16 == g % 4 == 0
+    out = lax.ragged_dot(
+      rows, matrices, sizes, preferred_element_type=jnp.float32
+    )
+    return jnp.where((sizes % 8 == 0).all(), out, jnp.nan)
+
+  subject = GroupedMatmul(
+    name="matmul",
+    matmul=matmul,
+    dtypes=("bfloat16",),
+    result_dtype="float32",
+    alignments=(8,),
+    multiples=(8, 16, 4),
+    tail="zero",
+  )
+  assert ep.testing.check(subject, ["output"]).passed
+  for seed in range(20):
+    variants = Draw(subject, seed).every_kind()
+    assert {x.routing for x in variants} == ROUTINGS.keys()
+    assert max(x.tokens for x in variants) > 1 << 16
+    for size in ("hidden", "experts"):
+      assert max(getattr(x, size) for x in variants) > 256
 
 
 def test_cases_without_pytest_are_refused(monkeypatch):
