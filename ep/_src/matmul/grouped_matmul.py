@@ -105,7 +105,7 @@ def grouped_matmuls(
   segments: jax.Array | None = None,
   tail: str = "unspecified",
 ) -> list[jax.Array]:
-  """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
+  """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`, of one shape.
 
   The sum of the gradients of the rows is rounded once. With
   `tail="unspecified"` the rows after the last slab are not written, in
