@@ -15,7 +15,7 @@ moves the rows: "host" on CPUs, "nccl" on NVIDIA GPUs, and "xla" on any device.
 A MoE layer:
     MoEConfig, MoE     router, exchange, experts, losses and metrics
     moe_layer          the experts and the exchange, without a router
-    moe                parameters, state and metrics of a layer
+    moe                parameters, state and metrics of a layer; checkpoints
     presets            the MoE layers of published models
 
 The same layer in steps:

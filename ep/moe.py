@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters, state and metrics of a MoE layer; `move` reorders experts."""
+"""The parameters, state and metrics of a MoE layer; `move` reorders experts.
+
+`from_hf` and `to_hf` convert layers of Hugging Face models.
+"""
 
 from ep._src.base import public as _public
 from ep._src.moe.losses import Metrics as Metrics
@@ -7,5 +10,8 @@ from ep._src.moe.parameters import init as init
 from ep._src.moe.parameters import partition_specs as partition_specs
 from ep._src.moe.parameters import State as State
 from ep._src.moe.placement import move as move
+from ep._tools.huggingface import config_from_hf as config_from_hf
+from ep._tools.huggingface import from_hf as from_hf
+from ep._tools.huggingface import to_hf as to_hf
 
 __all__ = list(_public.names(globals()))

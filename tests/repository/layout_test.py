@@ -23,7 +23,7 @@ CORE = [
 TOOLS = [
   {"check"},
   {"debug", "planning"},
-  {"collectives", "records", "stuck", "trace"},
+  {"collectives", "huggingface", "records", "stuck", "trace"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

@@ -156,6 +156,11 @@ def layers(
   assert_type(metrics, moe.Metrics)
   moe.move(whole.group, params, whole.specs(), old=None, new=ep.Placement([0]))
   assert_type(state.after(metrics.load), moe.State)
+  hf = {"model_type": "mixtral"}
+  assert_type(moe.config_from_hf(hf), ep.MoEConfig)
+  weights, bias = moe.from_hf(hf, {"gate.weight": np.ones((8, 32))}, prefix="")
+  assert_type(bias, moe.State | None)
+  moe.to_hf(hf, weights, bias, prefix="model.layers.0.mlp.", fused=True)
   assert_type(presets.scaled(presets.OLMOE_1B_7B, 8), ep.MoEConfig)
 
 
