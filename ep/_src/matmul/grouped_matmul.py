@@ -105,11 +105,11 @@ def grouped_matmuls(
   segments: jax.Array | None = None,
   tail: str = "unspecified",
 ) -> list[jax.Array]:
-  """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`, of one shape.
+  """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
 
-  The sum of the gradients of the rows is rounded once. With
-  `tail="unspecified"` the rows after the last slab are not written, in
-  results, gradients and tangents.
+  All matrices have one shape. The sum of the gradients of the rows is rounded
+  once. With `tail="unspecified"` the rows after the last slab are not written,
+  in results, gradients and tangents.
 
   The matrices may have another dtype than the rows. Products use the dtype of
   the rows, and gradients of matrices have the dtype of the matrices.
