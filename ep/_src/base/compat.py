@@ -216,8 +216,12 @@ def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
 def can_call_python(ctx: LoweringContext) -> bool:
   """Returns whether the program being lowered will run in this process."""
   module = ctx.module_context
-  exported = module.lowering_parameters.for_export
-  return not exported and module.get_backend(optional=True) is not None
+  if module.lowering_parameters.for_export:
+    return False
+  try:
+    return module.get_backend(optional=True) is not None
+  except RuntimeError:  # JAX compiles for a GPU, and this process has none.
+    return False
 
 
 def local_device(ctx: LoweringContext) -> jax.Device | None:

@@ -36,7 +36,9 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
   """
   groups = [group for group in groups if meshes.has_devices(group.mesh)]
   results: list[jax.Array] = []
-  for platform in {g.mesh.devices.flat[0].platform for g in groups}:
+  firsts = (group.mesh.devices.flat[0] for group in groups)
+  # Of a topology that JAX only compiles for, no device is local.
+  for platform in {d.platform for d in firsts if d.client.local_devices()}:
     devices = np.array(jax.local_devices(backend=platform))
     with jax.set_mesh(Mesh(devices, "device")):  # overrides the user's mesh
       places = PartitionSpec("device")
