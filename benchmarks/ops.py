@@ -90,14 +90,9 @@ LAYERS = {
 ALL = ChainMap(LAYERS, OPS)  # iterates over OPS first
 
 
-def compile_op(op: str, contender, mesh, inputs):
-  """Returns the compiled program of an op, and its arguments.
-
-  A first call compiles the program, because JAX takes longer to call programs
-  that were compiled ahead of time.
-  """
-  args = [inputs[name] for name in ALL[op].inputs]
-  program = jax.jit(
+def program(op: str, contender, mesh):
+  """Returns the jitted program of an op, a function of its global inputs."""
+  return jax.jit(
     jax.shard_map(
       functools.partial(ALL[op].run, contender),
       mesh=mesh,
@@ -106,8 +101,18 @@ def compile_op(op: str, contender, mesh, inputs):
       check_vma=False,
     )
   )
-  jax.block_until_ready(program(*args))
-  return program, args
+
+
+def compile_op(op: str, contender, mesh, inputs):
+  """Returns the compiled program of an op, and its arguments.
+
+  A first call compiles the program, because JAX takes longer to call programs
+  that were compiled ahead of time.
+  """
+  args = [inputs[name] for name in ALL[op].inputs]
+  run = program(op, contender, mesh)
+  jax.block_until_ready(run(*args))
+  return run, args
 
 
 def with_handle(contender, mesh, inputs, ops):

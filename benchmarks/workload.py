@@ -161,15 +161,12 @@ class Workload:
     self.choices = choices
     self.dtype = np.dtype(dtype)
 
-  def inputs(
-    self, mesh: jax.sharding.Mesh, names: Collection[str]
-  ) -> dict[str, jax.Array]:
-    """Returns global arrays whose first axis is split over the ranks.
+  def structs(self, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the types of all inputs, global arrays split over the ranks.
 
     A rank's shards are topk_idx `[T, K]`, tokens `[T, H]`, topk_weights
     `[T, K]`, rows `[C, H]`, row_weights `[C]`, w_gate and w_up `[L, H, F]` and
-    w_down `[L, F, H]`. An input also serves as cotangent of an array of the
-    same shape.
+    w_down `[L, F, H]`.
     """
     shape, layout = self.layout.shape, self.layout
     up = layout.num_local_experts, shape.hidden, shape.inner
@@ -179,22 +176,46 @@ class Workload:
       "topk_weights": (shape.tokens, shape.top_k),
       "rows": (layout.capacity, shape.hidden),
       "row_weights": (layout.capacity,),
-      "w_gate": up,
-      "w_up": up,
-      "w_down": (up[0], up[2], up[1]),
     }
+    if shape.inner is not None:
+      down = up[0], up[2], up[1]
+      sizes |= {"w_gate": up, "w_up": up, "w_down": down}
+    dtypes = {name: np.dtype("float32") for name in sizes if "weights" in name}
+    dtypes["topk_idx"] = self.choices.dtype
 
-    def place(name):
-      lead, *rest = sizes[name]
-      return jax.make_array_from_callback(
+    def struct(name, lead, *rest):
+      return jax.ShapeDtypeStruct(
         (layout.ranks * lead, *rest),
-        NamedSharding(mesh, SPEC),
-        lambda index: self._part(name, sizes[name], index[0].start or 0),
+        dtypes.get(name, self.dtype),
+        sharding=NamedSharding(mesh, SPEC),
       )
 
-    return {name: place(name) for name in sizes if name in names}
+    return {name: struct(name, *size) for name, size in sizes.items()}
 
-  def _part(self, name: str, sizes: tuple[int, ...], start: int) -> np.ndarray:
+  def inputs(
+    self, mesh: jax.sharding.Mesh, names: Collection[str]
+  ) -> dict[str, jax.Array]:
+    """Returns arrays of the types in `structs`.
+
+    An input also serves as cotangent of an array of the same shape.
+    """
+
+    def place(name, struct):
+      sizes = struct.sharding.shard_shape(struct.shape)
+      return jax.make_array_from_callback(
+        struct.shape,
+        struct.sharding,
+        lambda index: self._part(
+          name, sizes, struct.dtype, index[0].start or 0
+        ),
+      )
+
+    structs = self.structs(mesh).items()
+    return {name: place(name, x) for name, x in structs if name in names}
+
+  def _part(
+    self, name: str, sizes: tuple[int, ...], dtype: np.dtype, start: int
+  ) -> np.ndarray:
     """Returns the shard of an input that begins at `start` of the first axis.
 
     The values repeat a random table, to save time. No two rows are equal,
@@ -206,6 +227,4 @@ class Workload:
     table = rng.standard_normal(1_000_003, np.float32)
     if name.startswith("w_"):  # so products keep the rows' magnitude
       table *= sizes[1] ** -0.5
-    is_weight = name.endswith("weights")
-    dtype = np.dtype("float32") if is_weight else self.dtype
     return np.resize(table.astype(dtype), sizes)

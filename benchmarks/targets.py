@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes of accelerators that this machine need not have.
+
+XLA compiles for them ahead of time. TPUs need libtpu (`pip install jax[tpu]`);
+GPUs need JAX's CUDA plugin.
+"""
+
+from __future__ import annotations
+
+import os
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+import numpy as np
+
+from benchmarks.workload import AXIS
+
+# Topologies of four chips. A chip of tpu7x is two devices.
+_TPUS = {
+  "v5e": "v5e:2x2",
+  "v5p": "v5p:2x2x1",
+  "v6e": "v6e:2x2",
+  "tpu7x": "tpu7x:2x2x1",
+}
+
+# Name, cores, and the major number of the compute capability.
+_GPUS = {
+  "h100": ("NVIDIA H100 80GB HBM3", 132, 9),
+  "b200": ("NVIDIA B200", 148, 10),
+}
+TPUS = (*_TPUS,)
+GPUS = tuple(f"{gpu}x{n}" for gpu in _GPUS for n in (4, 8))
+
+# XLA's description of a GPU.
+_GPU = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84929806336
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{name}"
+"""
+
+
+def mesh(target: str) -> Mesh:
+  """Returns a mesh of all devices of one of `TPUS` or `GPUS`.
+
+  A process compiles for one kind of GPU only.
+  """
+  devices = _tpus(target) if target in TPUS else _gpus(target)
+  return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _tpus(target: str) -> list[jax.Device]:
+  # Otherwise libtpu looks for TPUs of this machine, and refuses to be loaded by
+  # two processes. It compiles for all kinds, whatever type is set here.
+  os.environ |= {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+  }
+  return topologies.get_topology_desc(_TPUS[target], "tpu").devices
+
+
+def _gpus(target: str) -> list[jax.Device]:
+  gpu, _, num = target.partition("x")
+  name, cores, major = _GPUS[gpu]
+  return gpu_topology(name, cores, major, 0, int(num))
+
+
+def gpu_topology(
+  name: str, cores: int, major: int, minor: int, num: int
+) -> list[jax.Device]:
+  """Returns `num` GPUs of a host, by name and compute capability."""
+  target = _GPU.format(name=name, cores=cores, major=major, minor=minor)
+  return topologies.get_topology_desc(
+    name, "cuda", topology=f"1x1x{num}", target_config=target
+  ).devices
