@@ -98,10 +98,10 @@ def ep_repositories():
             },
         )
 
-    for version in ["12", "13"]:
+    for platform in ["cuda12", "cuda13", "tpu"]:
         pip_packages(
-            name = "ep_pypi_cuda" + version,
-            lock = Label("//third_party/py:requirements_lock_cuda" + version + ".txt"),
+            name = "ep_pypi_" + platform,
+            lock = Label("//third_party/py:requirements_lock_" + platform + ".txt"),
         )
 
     # XLA's compiler for GPUs, which needs none of NVIDIA's libraries.

@@ -20,9 +20,11 @@ mapfile -t held < <(
 )
 lock py/requirements_examples.in requirements_examples_lock.txt \
   --only-binary :all: --constraints "$base" "${held[@]}"
-for cuda in 12 13; do
-  lock "py/requirements_cuda$cuda.in" "requirements_lock_cuda$cuda.txt" \
+for platform in cuda12 cuda13 tpu; do
+  lock "py/requirements_$platform.in" "requirements_lock_$platform.txt" \
     --constraints "$base" "${held[@]}"
+done
+for cuda in 12 13; do
   lock "cuda/requirements_cuda$cuda.in" "requirements_lock_cuda$cuda.txt" --no-deps
 done
 for tools in docs tools; do

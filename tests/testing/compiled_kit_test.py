@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the kit's programs of backend "xla" for accelerators.
+
+CI compiles small programs for a TPU. The machines of benchmarks/targets.py in
+EP_TEST_TARGETS get all programs. They must have as many devices as JAX has:
+
+    EP_TEST_TARGETS=h100x8,b200x8 JAX_PLATFORMS=cpu \\
+        XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
+        PYTHONPATH=.:tests:tests/testing pytest tests/testing/compiled_kit_test.py
+"""
+
+import dataclasses
+import os
+
+import jax
+from jax.sharding import NamedSharding
+import numpy as np
+import pytest
+from testing_subjects import XLA
+
+from benchmarks import targets
+from benchmarks.workload import SPEC
+from ep.testing._round_trip import RoundTrip
+from ep.testing._routings import ROUTINGS
+from ep.testing._variants import Draw
+
+TARGETS = os.environ.get("EP_TEST_TARGETS")
+# One variant of each setting; routings share their programs.
+VARIANTS = [*{x.setting(): x for x in Draw(XLA, 0).every_kind()}.values()]
+SHORT = [x for x in VARIANTS if x.tokens < 1000]
+
+
+def _lower(name, trial, oracle, inputs):
+  """Lowers the program of one method of a trial."""
+  tokens, _ = inputs
+  more = {
+    "forward": [],
+    "pullback": [tokens],
+    "pushforward": [inputs],
+    "second_pullback": [tokens, inputs],
+  }
+  sharding = NamedSharding(trial.setting.mesh, SPEC)
+  (program,) = getattr(trial, name).args
+  args = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    (oracle.route, inputs, *more[name]),
+  )
+  return program.lower(*args)
+
+
+@pytest.mark.parametrize("variant", VARIANTS if TARGETS else SHORT, ids=str)
+@pytest.mark.parametrize("target", (TARGETS or "v5e").split(","))
+def test_programs_of_the_kit(target, variant):
+  mesh = targets.mesh(target)
+  setting = dataclasses.replace(variant.setting(), mesh=mesh)
+  trial, rng = RoundTrip(XLA, setting), np.random.default_rng(0)
+  shape = mesh.size * setting.tokens, setting.top_k
+  idx = ROUTINGS[variant.routing](rng, shape, setting.num_experts)
+  oracle = trial.oracle(idx.astype(np.int32))
+  inputs = oracle.inputs(rng, "normal")
+  for name in ("forward", "pullback", "pushforward", "second_pullback"):
+    program = _lower(name, trial, oracle, inputs).compile()
+    assert "ragged-all-to-all" in program.as_text()
