@@ -5,22 +5,22 @@
 
 No accelerator is needed, because XLA compiles ahead of time (targets.py). A
 layer is compiled with the gradients of its tokens and parameters. Tokens are
-bfloat16 and parameters float32. `ep.MoE` is beside the layers of peers.py,
-behind the same router and without a loss term that balances the load. The costs
-are of one device:
+bfloat16, and parameters are float32. `ep.MoE` and the layers of peers.py have
+the same router, and no loss that balances the load. The costs are of one
+device:
 
-  FLOPs      those of XLA's cost model over 18 C H F, the need of all C rows
-  GB         bytes accessed, by XLA's cost model and `hlo.uncounted_bytes`
-  temp MB    temporaries at their peak
+  FLOPs    those of XLA's cost model over 18 C H F, the need of all C rows
+  GB       bytes accessed, by the same model
+  temp MB  temporaries at their peak
   rows, gathers, scatters, sorts, kernels, copies, ragged, others
-             operations: gathers of rows, all gathers, ..., kernels of Pallas,
-             ragged-all-to-alls, other collectives
-  seconds    CPU time of the compilation, which other work on the machine
-             affects less than its duration
+           numbers of operations: gathers of rows, all gathers, scatters, sorts,
+           kernels of Pallas, copies, ragged-all-to-alls, other collectives
+  seconds  CPU time of the compilation, which depends less on other work on the
+           machine than its duration
 
-For GPUs the first two are unknown. There `ep` multiplies matrices in a loop
-over tiles, because JAX says too little about a device without a driver to
-choose its Mosaic kernels.
+For GPUs the first two are unknown (nan). `ep` then multiplies matrices in a
+loop over tiles. It would choose kernels of Mosaic GPU by properties of the
+device that JAX knows only with a driver.
 """
 
 from __future__ import annotations
@@ -92,21 +92,22 @@ class Cost(NamedTuple):
   seconds: float
 
 
-def compiled(lowered: Any) -> tuple[Cost, str]:
-  """Compiles a lowered program; returns its costs and its text."""
+def compiled(lowered: Any) -> Cost:
+  """Compiles a lowered program, and returns its costs."""
   start = time.process_time()
   program = lowered.compile()
   seconds = time.process_time() - start
-  text = program.as_text()
-  found = [*hlo.ops(text)]
+  found = [*hlo.ops(program.as_text())]
 
   def count(*opcodes: str) -> int:
     return sum(op.opcode in opcodes for op in found)
 
-  model = program.cost_analysis() or {}
-  cost = Cost(
-    model.get("flops", float("nan")),
-    model.get("bytes accessed", float("nan")) + hlo.uncounted_bytes(text),
+  model = {"flops": float("nan"), "bytes accessed": float("nan")}
+  if all(op.is_counted for op in found):
+    model |= program.cost_analysis() or {}
+  return Cost(
+    model["flops"],
+    model["bytes accessed"],
     program.memory_analysis().temp_size_in_bytes,
     sum(op.gathers_rows for op in found),
     count("gather"),
@@ -118,13 +119,12 @@ def compiled(lowered: Any) -> tuple[Cost, str]:
     count(*hlo.COLLECTIVES),
     seconds,
   )
-  return cost, text
 
 
 def lower_layer(
   name: str, shape: Shape, factor: float | None, mesh: Mesh
-) -> tuple[Any, int]:
-  """Lowers a layer with gradients; also returns the capacity of `ep`.
+) -> Any:
+  """Lowers a layer with gradients.
 
   Args:
     name: one of `NAMES`.
@@ -165,7 +165,7 @@ def lower_layer(
 
   args = _structs(mesh, jax.eval_shape(make_args), (layer.specs(), SPEC))
   program = jax.jit(jax.value_and_grad(loss, (0, 1)))
-  return program.lower(*args), layer.ep_layer.capacity_for(shape.tokens)
+  return program.lower(*args)
 
 
 def _peer(name: str, config: ep.MoEConfig, mesh: Mesh, params: Any, x: Any):
@@ -237,16 +237,24 @@ def measure(
     shape = dataclasses.replace(shape, num_experts=experts)
     for factor in factors:
       print(f"\n{shape}  capacity factor {factor}\n{_HEADER}")
-      costs = {}
+      costs, need = {}, _needed_flops(shape, factor, mesh.size)
       for name in layers:
-        lowered, capacity = lower_layer(name, shape, factor, mesh)
-        need = 18 * capacity * shape.hidden * shape.inner
+        lowered = lower_layer(name, shape, factor, mesh)
         costs[name] = _print_row(name, lowered, need)
       _print_ratios(costs)
     if op_names:
       print(f"\n{shape}  ops\n{_HEADER}")
       for name, lowered in lower_ops(op_names, shape, mesh):
         _print_row(name, lowered, float("nan"))
+
+
+def _needed_flops(shape: Shape, factor: float | None, ranks: int) -> float:
+  """Returns the FLOPs of three products and their gradients, for all C rows."""
+  local = shape.num_experts // ranks
+  rows = ranks * shape.tokens * min(shape.top_k, local)
+  if factor is not None:
+    rows = min(rows, factor * shape.tokens * shape.top_k)
+  return 18 * rows * shape.hidden * shape.inner
 
 
 _HEADER = (
@@ -257,7 +265,7 @@ _HEADER = (
 
 def _print_row(name: str, lowered: Any, need: float) -> Cost | None:
   try:
-    cost, _ = compiled(lowered)
+    cost = compiled(lowered)
   except jax.errors.JaxRuntimeError as error:  # such as too little memory
     print(f"{name:15} {str(error).splitlines()[0]:.100}", flush=True)
     return None

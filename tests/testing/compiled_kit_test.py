@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the kit's programs of backend "xla" for accelerators.
 
-CI compiles small programs for a TPU. The machines of benchmarks/targets.py in
-EP_TEST_TARGETS get all programs. They must have as many devices as JAX has:
+CI compiles small programs for a TPU. EP_TEST_TARGETS names machines of
+benchmarks/targets.py for which all programs are compiled. JAX must have as many
+devices as each machine:
 
-    EP_TEST_TARGETS=h100x8,b200x8 JAX_PLATFORMS=cpu \\
-        XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
-        PYTHONPATH=.:tests:tests/testing pytest tests/testing/compiled_kit_test.py
+    EP_TEST_TARGETS=h100x8,b200x8 JAX_PLATFORMS=cpu PYTHONPATH=.:tests \
+        XLA_FLAGS=--xla_force_host_platform_device_count=8 \
+        pytest tests/testing/compiled_kit_test.py
 """
 
 import dataclasses
