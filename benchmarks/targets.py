@@ -24,15 +24,13 @@ _TPUS = {
   "tpu7x": "tpu7x:2x2x1",
 }
 
-# Name, cores, and the major number of the compute capability.
-_GPUS = {
-  "h100": ("NVIDIA H100 80GB HBM3", 132, 9),
-  "b200": ("NVIDIA B200", 148, 10),
-}
+# Name, cores and compute capability.
+H100 = "NVIDIA H100 80GB HBM3", 132, "9.0"
+_GPUS = {"h100": H100, "b200": ("NVIDIA B200", 148, "10.0")}
 TPUS = (*_TPUS,)
 GPUS = tuple(f"{gpu}x{n}" for gpu in _GPUS for n in (4, 8))
 
-# XLA's description of a GPU.
+# A GPU for XLA. The sizes are those of an H100.
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -62,11 +60,12 @@ device_description_str: "{name}"
 
 
 def mesh(target: str) -> Mesh:
-  """Returns a mesh of all devices of one of `TPUS` or `GPUS`.
-
-  A process compiles for one kind of GPU only.
-  """
-  devices = _tpus(target) if target in TPUS else _gpus(target)
+  """Returns a mesh of all devices of one of `TPUS` or `GPUS`."""
+  if target in TPUS:
+    devices = _tpus(target)
+  else:
+    gpu, _, count = target.partition("x")
+    devices = gpus(*_GPUS[gpu], int(count))
   return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
@@ -82,17 +81,16 @@ def _tpus(target: str) -> list[jax.Device]:
   return topologies.get_topology_desc(_TPUS[target], "tpu").devices
 
 
-def _gpus(target: str) -> list[jax.Device]:
-  gpu, _, num = target.partition("x")
-  name, cores, major = _GPUS[gpu]
-  return gpu_topology(name, cores, major, 0, int(num))
-
-
-def gpu_topology(
-  name: str, cores: int, major: int, minor: int, num: int
+def gpus(
+  name: str, cores: int, capability: str, count: int = 1
 ) -> list[jax.Device]:
-  """Returns `num` GPUs of a host, by name and compute capability."""
+  """Describes `count` GPUs of one host to XLA.
+
+  jaxlib compiles only for the first kind of GPU that a process describes.
+  """
+  major, minor = capability.split(".")
   target = _GPU.format(name=name, cores=cores, major=major, minor=minor)
-  return topologies.get_topology_desc(
-    name, "cuda", topology=f"1x1x{num}", target_config=target
-  ).devices
+  topology = topologies.get_topology_desc(
+    name, "cuda", topology=f"1x1x{count}", target_config=target
+  )
+  return topology.devices

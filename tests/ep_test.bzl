@@ -28,6 +28,12 @@ _VARIANTS = {
         deps = ["@ep_gpu_compiler_pypi//:jax_cuda13_plugin"],
         tags = ["manual"],
     ),
+    "tpu_compiler": struct(
+        platform = "cpu",
+        backend = {},
+        deps = ["@ep_tpu_compiler_pypi//:libtpu"],
+        tags = ["manual"],
+    ),
     "xla": struct(
         platform = "cpu",
         backend = {"EP_TEST_BACKEND": "xla"},
@@ -58,6 +64,7 @@ def ep_test(
         gpu = None,
         xla = [],
         gpu_compiler = [],
+        tpu_compiler = [],
         first_cases = True,
         smoke = [],
         quick_compiler = True,
@@ -70,8 +77,8 @@ def ep_test(
 
     The tests are named <name>_<layout>_<platform>. The suite <name> has all CPU
     tests. Only --config=gpu runs GPU tests; see docs/gpu.md. <name>_<layout>_xla
-    runs on the CPU with backend="xla", and <name>_<layout>_gpu_compiler compiles
-    for GPUs.
+    runs on the CPU with backend="xla", and <name>_<layout>_gpu_compiler and
+    <name>_<layout>_tpu_compiler compile for GPUs and TPUs.
 
     Args:
       name: of the suite.
@@ -87,6 +94,7 @@ def ep_test(
       xla: the layouts that also test backend="xla", which compiles slowly.
       gpu_compiler: the layouts that run with JAX's CUDA plugin, without a GPU. The
         plugin takes 400 MB, so these tests are manual: CI names them.
+      tpu_compiler: the same for libtpu, which takes 700 MB and is only for x86-64.
       first_cases: whether 2x2 runs each test function only with its first
         parameters. 2x2 shows the effect of a second process; 1x4 shows the effect
         of shapes and options in half the time.
@@ -104,6 +112,7 @@ def ep_test(
     srcs = srcs or [name + ".py"]
     on_cpu = _on_cpu(worlds, xla)
     compiled = [(world, "gpu_compiler") for world in gpu_compiler]
+    compiled += [(world, "tpu_compiler") for world in tpu_compiler]
     for world, variant in on_cpu + compiled + _on_gpu(worlds, gpu):
         on = _VARIANTS[variant]
         suffix = "{}_{}".format(world, variant)

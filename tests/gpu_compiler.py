@@ -14,11 +14,11 @@ import re
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh
 import numpy as np
 import pytest
 
+from benchmarks import targets
 from ep._src.base.backend import OPS
 from ep._src.native import ffi
 
@@ -28,49 +28,6 @@ needs_compiler = pytest.mark.skipif(
   not any(map(importlib.util.find_spec, _PLUGINS)),
   reason="this needs JAX's CUDA plugin, but no GPU",
 )
-
-# XLA's description of a GPU, with the sizes of an H100.
-_DESCRIPTION = """
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: {cores}
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84929806336
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
-runtime_version {{ major: 13 minor: 0 patch: 0 }}
-device_description_str: "{name}"
-"""
-
-
-def devices(
-  name: str, cores: int, capability: str, count: int = 1
-) -> list[jax.Device]:
-  """Describes `count` GPUs of one host to XLA.
-
-  jaxlib compiles only for the first kind of GPU that a process describes.
-  """
-  major, minor = capability.split(".")
-  target = _DESCRIPTION.format(name=name, cores=cores, major=major, minor=minor)
-  topology = topologies.get_topology_desc(
-    name, "cuda", topology=f"1x1x{count}", target_config=target
-  )
-  return topology.devices
 
 
 @dataclasses.dataclass
@@ -109,7 +66,7 @@ def compile_for_h100(
   for op in OPS:
     handler = jax.ffi.pycapsule(getattr(library, op))
     jax.ffi.register_ffi_target(op, handler, platform="CUDA")
-  h100 = np.array(devices("NVIDIA H100 80GB HBM3", 132, "9.0", mesh.size))
+  h100 = np.array(targets.gpus(*targets.H100, mesh.size))
   gpus = Mesh(h100.reshape(mesh.devices.shape), mesh.axis_names)
   args = [
     jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

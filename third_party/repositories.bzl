@@ -98,10 +98,10 @@ def ep_repositories():
             },
         )
 
-    for platform in ["cuda12", "cuda13", "tpu"]:
+    for version in ["12", "13"]:
         pip_packages(
-            name = "ep_pypi_" + platform,
-            lock = Label("//third_party/py:requirements_lock_" + platform + ".txt"),
+            name = "ep_pypi_cuda" + version,
+            lock = Label("//third_party/py:requirements_lock_cuda" + version + ".txt"),
         )
 
     # XLA's compiler for GPUs, which needs none of NVIDIA's libraries.
@@ -112,6 +112,13 @@ def ep_repositories():
             "jax-cuda13-pjrt",
             "jax-cuda13-plugin",
         ],
+    )
+
+    # XLA's compiler for TPUs.
+    pip_packages(
+        name = "ep_tpu_compiler_pypi",
+        lock = Label("//third_party/py:requirements_lock_tpu.txt"),
+        packages = ["libtpu"],
     )
 
     pip_packages(

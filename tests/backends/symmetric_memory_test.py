@@ -13,10 +13,10 @@ import re
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from gpu_compiler import devices, needs_compiler
+from benchmarks import targets
+from gpu_compiler import needs_compiler
 
 FLAGS = (
   "--xla_gpu_experimental_ragged_all_to_all_use_device_kernel=true"
@@ -26,8 +26,7 @@ FLAGS = (
 
 def _memory() -> list[list[str]]:
   """Returns the memory spaces of sent rows and of received rows."""
-  gpus = np.array(devices("NVIDIA H100 80GB HBM3", 132, "9.0", 4))
-  mesh = jax.sharding.Mesh(gpus, ("ep",))
+  mesh = targets.mesh("h100x4")
   sharding = jax.sharding.NamedSharding(mesh, jax.P("ep"))
 
   def exchange(rows, sizes):

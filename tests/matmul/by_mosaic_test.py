@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.targets import gpus
 from ep._src.matmul import by_mosaic, mosaic_row_map
 from ep._src.matmul.by_mosaic import Blocks
 from ep._src.matmul.mosaic_row_map import ROWS
@@ -250,7 +251,7 @@ def test_lowered_for_cuda(op, kernels):
 
 
 def _compile(op, name, cores, capability, sums):
-  (device,) = gpu_compiler.devices(name, cores, capability)
+  (device,) = gpus(name, cores, capability)
   sharding = jax.sharding.SingleDeviceSharding(device)
   run, args = _program(op, cores, getattr(by_mosaic, sums))
   types = jax.tree.map(

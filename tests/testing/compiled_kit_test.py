@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the kit's programs of backend "xla" for accelerators.
 
-CI compiles small programs for a TPU. EP_TEST_TARGETS names machines of
-benchmarks/targets.py for which the test compiles all programs:
+CI compiles small programs for a TPU and for GPUs. EP_TEST_TARGETS names
+machines of benchmarks/targets.py for which the test compiles all programs:
 
     EP_TEST_TARGETS=v5e,v5p,v6e,tpu7x PYTHONPATH=.:tests \
         pytest tests/testing/compiled_kit_test.py
+
+One process compiles for one kind of GPU.
 """
 
 import dataclasses
+import importlib.util
 import os
 
 import jax
@@ -24,6 +27,7 @@ from ep.testing._routings import ROUTINGS
 from ep.testing._variants import Draw
 
 TARGETS = os.environ.get("EP_TEST_TARGETS")
+PRESENT = "v5e" if importlib.util.find_spec("libtpu") else "h100x4"
 # One variant of each setting; routings share their programs.
 VARIANTS = [*{x.setting(): x for x in Draw(XLA, 0).every_kind()}.values()]
 SHORT = [x for x in VARIANTS if x.tokens < 1000]
@@ -48,7 +52,7 @@ def _lower(name, trial, oracle, inputs):
 
 
 @pytest.mark.parametrize("variant", VARIANTS if TARGETS else SHORT, ids=str)
-@pytest.mark.parametrize("target", (TARGETS or "v5e").split(","))
+@pytest.mark.parametrize("target", (TARGETS or PRESENT).split(","))
 def test_programs_of_the_kit(target, variant):
   devices = targets.mesh(target).devices[: jax.device_count()]
   mesh = jax.sharding.Mesh(devices, (AXIS,))
