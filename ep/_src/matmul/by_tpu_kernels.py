@@ -338,6 +338,9 @@ def _dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
     x,
     y,
     (((x_axis,), (y_axis,)), ((), ())),
+    # A product of bfloat16 is exact, so `jax.default_matmul_precision`, which
+    # Pallas refuses for it, has no effect.
+    precision=None if x.dtype == jnp.float32 else lax.Precision.DEFAULT,
     preferred_element_type=jnp.float32,
   )
   return product

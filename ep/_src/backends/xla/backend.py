@@ -162,13 +162,17 @@ def _dispatch_bwd(
 
 def _sum(rows: jax.Array, weights: jax.Array | None = None) -> jax.Array:
   """Returns the sums of rows [K, T, H] over the choices of each token."""
-  terms = _flush(rows.astype(jnp.float32))
-  if weights is not None:
-    # `_flush` masks products, so XLA does not fuse product and sum.
-    terms = _flush(terms * _flush(weights)[..., None])
-  out = terms[0]
-  for term in terms[1:]:
-    out = _flush(out + term)
+
+  def term(k: int) -> jax.Array:
+    row = _flush(rows[k].astype(jnp.float32))
+    if weights is None:
+      return row
+    # `_flush` keeps XLA from fusing the product with the sum below.
+    return _flush(row * _flush(weights[k])[:, None])
+
+  out = term(0)
+  for k in range(1, len(rows)):
+    out = _flush(out + term(k))
   return _flush(out, sign=0).astype(rows.dtype)
 
 

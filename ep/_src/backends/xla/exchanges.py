@@ -79,9 +79,10 @@ def _ragged_to_slots(
   n = len(operands) // 2
   outs = []
   for sequence, x in zip(operands[:n], operands[n:], strict=True):
-    sent = take(padded.sound(is_sound, x), sequence)
-    unsent = _unsent(dims, plan, is_sound, sent)
-    outs.append(_send(dims, sent, unsent, plan.choices, plan.slots))
+    x = padded.sound(is_sound, x)
+    unsent = _unsent(dims, plan, is_sound, x)
+    rows = take(x, sequence)
+    outs.append(_send(dims, rows, unsent, plan.choices, plan.slots))
   rows, *weights = outs
   return [rows, *(padded.sound(is_sound, w) for w in weights)]
 
@@ -127,28 +128,29 @@ def _send(
 
 
 def _unsent(
-  dims: Dims, plan: Plan, is_sound: jax.Array, sent: jax.Array
+  dims: Dims, plan: Plan, is_sound: jax.Array, x: jax.Array
 ) -> jax.Array:
   """Returns slots [C, ...] with zeros or NaNs for rows that no rank sends."""
   if dims.tail == "unspecified" and dims.layer.alignment == 1:
-    return _unwritten(sent, dims.C)
-  # Zeros that depend on `sent`; `_unwritten` says why.
-  first = sent.reshape(-1)[0]
+    return _unwritten(x, dims.C)
+  # Zeros that depend on `x`; `_unwritten` says why.
+  first = x.reshape(-1)[0]
   zero = jnp.where(is_sound, jnp.zeros_like(first), first)
-  slots = jnp.broadcast_to(zero, (dims.C, *sent.shape[1:]))
+  slots = jnp.broadcast_to(zero, (dims.C, *x.shape[1:]))
   if dims.tail != "nan":
     return slots
   is_tail = padded.expanded(iota(dims.C) >= plan.used, slots.ndim)
   return jnp.where(is_tail, padded.nan(slots.dtype), slots)
 
 
-def _unwritten(sent: jax.Array, num: int) -> jax.Array:
+def _unwritten(x: jax.Array, num: int) -> jax.Array:
   """Returns `num` rows of arbitrary values, to be overwritten or never read.
 
-  The value depends on `sent`. XLA would build a constant array outside of a
-  loop, share it between exchanges, and copy it for each.
+  The value depends on the array `x` whose rows are sent. XLA would build a
+  constant array outside of a loop, share it between exchanges, and copy it for
+  each.
   """
-  return jnp.broadcast_to(sent.reshape(-1)[0], (num, *sent.shape[1:]))
+  return jnp.broadcast_to(x.reshape(-1)[0], (num, *x.shape[1:]))
 
 
 def share(dims: Dims, *arrays: jax.Array) -> list[jax.Array]:
