@@ -78,7 +78,7 @@ from ep._src.moe.losses import (
 from ep._src.moe.moe_layer import moe_layer as moe_layer
 from ep._src.moe.placement import Placement as Placement
 from ep._src.moe.router import route_topk as route_topk
-from ep._src.moe.router import topk_from_map as topk_from_map
+from ep._src.moe.routing_map import topk_from_map as topk_from_map
 from ep._src.ops.combine import ep_combine as ep_combine
 from ep._src.ops.dispatch import ep_dispatch as ep_dispatch
 from ep._src.ops.handle import EpHandle as EpHandle
