@@ -145,6 +145,8 @@ def test_parameters_are_floats(dtype):
     (dict(params={}), r"params holds \[\], but the config has"),
     (dict(router=np.zeros((H, E - 1))), r"params\['router'\] has shape"),
     (dict(mask=np.ones(R + 1, bool)), r"mask has shape \(5,\)"),
+    (dict(captured_idx=np.zeros((R, K))), "captured_idx is float32, but"),
+    (dict(captured_idx=np.zeros(R, int)), r"captured_idx has shape \(4,\)"),
     (dict(state=np.zeros(E)), "state is a ndarray, but an ep.moe.State"),
     (
       dict(config=dataclasses.replace(PLAIN, balance="sequence")),

@@ -64,7 +64,7 @@ LAYERS = {
   "chunk": (dict(capacity_factor=2.0, overflow="chunk"), {}),
   "token_chunks": (dict(token_chunks=2, **SHORT), {}),
   "copies": (dict(replica_slots=1), dict(placement=PLACEMENT)),
-  "deterministic": (dict(deterministic=True), {}),
+  "deterministic": (dict(deterministic=True), dict(captured_idx=ids(T, K) - 1)),
 }
 
 # Options of `EpLayerConfig`.

@@ -354,6 +354,8 @@ def test_routing_is_sharded_as_the_logits_are(axis_type):
     (dict(top_k=2, jitter=1.0), "at least 0 and less than 1"),
     (dict(top_k=2, forced_idx=jnp.zeros((3, 2))), "forced_idx is float32"),
     (dict(top_k=2, forced_idx=jnp.zeros((3, 1), int)), r"shape \(3, 2\)"),
+    (dict(top_k=2, captured_idx=jnp.zeros((1, 2), int)), "captured_idx has sh"),
+    (dict(top_k=2, captured_idx=0, forced_idx=0), "got forced_idx and captu"),
   ],
 )
 def test_bad_arguments_are_named(options, message):

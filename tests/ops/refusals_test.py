@@ -214,6 +214,7 @@ def whole_layer(ids):
   [
     ((N, K), prepare),
     ((N, K), lambda ids: ep.route_topk(zeros(N, E), K, forced_idx=ids)),
+    ((N, K), lambda ids: ep.route_topk(zeros(N, E), K, captured_idx=ids)),
     ((N, K), lambda ids: ep.load_balancing_loss(zeros(N, E), ids)),
     ((N, K), lambda ids: moe(layer(), topk_idx=ids)),
     ((N, K), whole_layer),
@@ -234,9 +235,10 @@ def test_no_integer_of_numpy_or_python_wraps(shape, call):
     assert_refused(lambda array=array: call(array), f" holds {wide}", "2^31")
 
 
-def test_no_integer_of_a_program_wraps():
+@pytest.mark.parametrize("name", ["forced_idx", "captured_idx"])
+def test_no_integer_of_a_program_wraps(name):
   """A program turns an integer beyond 32 bits into an invalid id or size."""
-  route = jax.jit(lambda i: ep.route_topk(zeros(1, E), 1, forced_idx=i)[0])
+  route = jax.jit(lambda i: ep.route_topk(zeros(1, E), 1, **{name: i})[0])
   multiply = jax.jit(ep.grouped_matmul)
   for value in 2**32 + 3, -(2**40) + 3, 2**32 - 1:
     with jax.enable_x64(True):

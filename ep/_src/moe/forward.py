@@ -32,6 +32,7 @@ def of_rank(
   x: jax.Array,
   mask: jax.Array | None,
   forced_idx: jax.Array | None,
+  captured_idx: jax.Array | None,
   params: Mapping[str, jax.Array],
   bias: jax.Array | None,
   key: jax.Array | None,
@@ -66,6 +67,7 @@ def of_rank(
       top_groups=config.top_groups,
       group_best=config.group_best,
       forced_idx=forced_idx,
+      captured_idx=captured_idx,
       jitter=config.jitter,
       key=key,
     )
@@ -73,7 +75,8 @@ def of_rank(
     (topk_idx,) = compat.vary_together(topk_idx, axes=layer.group.token_axes)
     as_written = placement is None and not config.replica_slots
     as_written &= config.token_chunks == 1
-    if forced_idx is not None and not as_written:
+    is_given = forced_idx is not None or captured_idx is not None
+    if is_given and not as_written:
       topk_idx = _checked_choices(layer, config.num_experts, topk_idx)
   # Ranks of `tp_axis` multiply the same tokens by different parts of matrices.
   # So tokens vary over that axis from here on, and routing weights from

@@ -143,6 +143,7 @@ class MoE:
     *,
     mask: jax.Array | None = None,
     forced_idx: jax.Array | None = None,
+    captured_idx: jax.Array | None = None,
     key: jax.Array | None = None,
     pad: bool = False,
     placement: Placement | None = None,
@@ -184,6 +185,9 @@ class MoE:
       forced_idx: int32 [..., K] or None, the experts to visit instead of the
         experts of the highest scores, as in `ep.route_topk`. With a placement,
         `replica_slots` or `token_chunks`, a collective of XLA checks the ids.
+      captured_idx: int [..., K] or None, the experts that an inference engine
+        captured, checked like `forced_idx`. Tokens with an id of -1 were not
+        captured: they visit the experts that the layer's router chooses.
       key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
         folds its number into the key.
       pad: whether, in the global view, the first axis of x may be no multiple
@@ -212,6 +216,8 @@ class MoE:
       mask = jnp.asarray(mask)
     if forced_idx is not None:
       forced_idx = arrays.array(op, "forced_idx", forced_idx)
+    if captured_idx is not None:
+      captured_idx = arrays.array(op, "captured_idx", captured_idx)
     view = views.View.of(group, op)
     _check_params(op, group, config, params, view.is_local)
     check_placement(op, "placement", placement, config.num_experts)
@@ -220,12 +226,12 @@ class MoE:
       op,
       "placement is of several layers; pass the placement of one layer.",
     )
-    _check_tokens(op, config, x, bias, mask, forced_idx)
+    _check_tokens(op, config, x, bias, mask, forced_idx, captured_idx)
 
     keep = not config.experts.is_traced()
 
     def run(tokens: Any, others: Any) -> tuple[jax.Array, Metrics]:
-      x, mask, forced_idx = tokens
+      x, mask, forced_idx, captured_idx = tokens
       padding = Padding.of(view, x.shape[:-1]) if pad else Padding(())
       view_config = config
       arguments.check(
@@ -239,19 +245,22 @@ class MoE:
         x, mask = padding.add(x, 0), padding.add(mask, False)
         if forced_idx is not None:
           forced_idx = padding.add(forced_idx, -1)
+        if captured_idx is not None:
+          captured_idx = padding.add(captured_idx, -1)
         view_config = dataclasses.replace(config, balance="batch")
       view.lead("x", x.shape)
       y, metrics = view.call(
         forward.of_rank,
         [self.ep_layer, view_config],
-        [x, mask, forced_idx, *others],
-        [views.TOKENS] * 3 + [self.specs()] + [views.REPLICATED] * 3,
+        [x, mask, forced_idx, captured_idx, *others],
+        [views.TOKENS] * 4 + [self.specs()] + [views.REPLICATED] * 3,
         (views.TOKENS, views.REPLICATED),
         keep=keep,
       )
       return padding.remove(y), metrics
 
-    tokens, others = (x, mask, forced_idx), (dict(params), bias, key, placement)
+    tokens = x, mask, forced_idx, captured_idx
+    others = dict(params), bias, key, placement
     return batching.examples(run, tokens, others)
 
 
@@ -290,6 +299,7 @@ def _check_tokens(
   bias: jax.Array | None,
   mask: jax.Array | None,
   forced_idx: jax.Array | None,
+  captured_idx: jax.Array | None,
 ) -> None:
   arguments.check(
     x.ndim > 0 and x.shape[-1] == config.hidden,
@@ -302,6 +312,7 @@ def _check_tokens(
     ("bias", bias, (config.num_experts,), jnp.floating, "a float"),
     ("mask", mask, lead, jnp.bool_, "a bool"),
     ("forced_idx", forced_idx, choices, jnp.integer, "an integer"),
+    ("captured_idx", captured_idx, choices, jnp.integer, "an integer"),
   ]:
     if array is None:
       continue

@@ -35,6 +35,7 @@ def route_topk(
   top_groups: int = 1,
   group_best: int = 2,
   forced_idx: jax.Array | None = None,
+  captured_idx: jax.Array | None = None,
   jitter: float = 0.0,
   key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -88,6 +89,10 @@ def route_topk(
       tests and for generated loads. Arguments that affect only the choice are
       then ignored. An entry of -1 is unused: its weight is 0, and the other
       weights are normalized without it. `ep_prepare` checks the ids.
+    captured_idx: int `[..., K]`, the ids that an inference engine captured, for
+      replaying its routing. A token with an id of -1 was not captured: this
+      router chooses all of its experts. Not with `forced_idx`, where -1 is no
+      expert. `ep_prepare` checks the ids.
     jitter: with j > 0, each logit is first multiplied by a random number,
       uniform in [1 - j, 1 + j), so that tokens explore (the noise of Fedus et
       al., "Switch Transformers", arXiv 2101.03961, and Zoph et al., "ST-MoE",
@@ -147,7 +152,16 @@ def route_topk(
       key, logits.shape, logits.dtype, 1 - jitter, 1 + jitter
     )
   log_scores = LOG_SCORES[score](logits)
-  if forced_idx is None:
+  arguments.check(
+    forced_idx is None or captured_idx is None,
+    op,
+    "got forced_idx and captured_idx; pass one of them. An id of -1 is no"
+    " expert in forced_idx, and in captured_idx a token that was not captured.",
+  )
+  choices = *logits.shape[:-1], top_k
+  if forced_idx is not None:
+    topk_idx = _ids(op, "forced_idx", forced_idx, choices)
+  else:
     order, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
     # Logits have the same order as scores, but do not saturate.
     if selection_bias is not None:
@@ -157,15 +171,10 @@ def route_topk(
     if top_groups < num_groups:
       allowed = _of_best_groups(scores, num_groups, top_groups, group_best)
     topk_idx = _best(order, top_k, allowed)
-  else:
-    topk_idx = arrays.integers(op, "forced_idx", forced_idx)
-    shape = *logits.shape[:-1], top_k
-    arguments.check(
-      topk_idx.shape == shape,
-      op,
-      f"forced_idx has shape {topk_idx.shape}; it must hold top_k ids for each "
-      f"token, shape {shape}.",
-    )
+  if captured_idx is not None:
+    captured = _ids(op, "captured_idx", captured_idx, choices)
+    is_captured = (captured != -1).all(axis=-1, keepdims=True)
+    topk_idx = jnp.where(is_captured, captured, topk_idx)
   if mask is not None:
     topk_idx = jnp.where(mask[..., None], topk_idx, -1)
   topk_idx = keep_routing(topk_idx)
@@ -186,6 +195,19 @@ def route_topk(
   used = topk_idx >= 0
   weights = weigh(jnp.where(used, chosen, jnp.finfo(jnp.float32).min))
   return topk_idx, jnp.where(used, weights, 0.0)
+
+
+def _ids(
+  op: str, name: str, value: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+  ids = arrays.integers(op, name, value)
+  arguments.check(
+    ids.shape == shape,
+    op,
+    f"{name} has shape {ids.shape}; it must hold top_k ids for each token, "
+    f"shape {shape}.",
+  )
+  return ids
 
 
 def check_score(op: str, score: Score) -> None:

@@ -127,7 +127,7 @@ class Replay:
     """Returns `topk_idx` as a global array for the ranks of a layer's group.
 
     `route_topk` and `ep.MoE` take it as `forced_idx`. They then use the ids of
-    the record, and the weights of the present logits:
+    the record, where -1 is no expert, and the weights of the present logits:
 
         forced_idx = ep.replay("routing").forced_idx(layer, step)
         y, metrics = layer(params, x, forced_idx=forced_idx)
