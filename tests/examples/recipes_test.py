@@ -123,7 +123,10 @@ def _train_equinox(layer, x):
   "train", [_train_flax, _train_equinox], ids=lambda f: f.__name__
 )
 def test_a_module_trains_as_the_layer_does(moe, x, train):
-  """After `_STEPS` steps, module and layer have equal parameters and state."""
+  """After `_STEPS` steps, module and layer have the same parameters and state.
+
+  XLA may fuse the two programs differently, so the last bits may differ.
+  """
   first, params, state = train(moe, x)
   want_state, optimizer = moe.init_state(), _OPTIMIZER.init(first)
   want = first
@@ -132,7 +135,9 @@ def test_a_module_trains_as_the_layer_does(moe, x, train):
   assert params.keys() == want.keys()
   for name in want:
     assert not np.array_equal(params[name], first[name]), name
-    np.testing.assert_array_equal(params[name], want[name], err_msg=name)
+    np.testing.assert_allclose(
+      params[name], want[name], 1e-6, 1e-7, err_msg=name
+    )
   np.testing.assert_array_equal(state.bias, want_state.bias)
   assert np.abs(state.bias).max() > 0
 
