@@ -114,16 +114,14 @@ def test_ranks_connect_with_the_id_of_their_domain(
   )
   introductions = {}
 
-  def join(_, introduce, domain):
+  def join(_, introduce, domain, settings):
     assert domain == me % 2
+    assert settings["EP_NCCL_COMMUNICATOR"] == communicator
     for process in (domain, domain + 2):
-      introductions[process] = dict(
-        id=base64.b64encode(bytes([process])).decode(),
-        communicator=communicator,
-      )
-    mine = introduce()
-    assert mine.pop("communicator") == communicator
-    assert mine == ({"id": "bWluZQ=="} if me in (0, 1) and is_own else {})
+      identifier = bytes([process]) if is_own else b""
+      introductions[process] = dict(id=base64.b64encode(identifier).decode())
+    is_founder = me in (0, 1) and is_own
+    assert introduce() == {"id": "bWluZQ==" if is_founder else ""}
     return introductions
 
   made = {}
@@ -182,15 +180,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
   assert lookout == [f"ep/place/ep0/{me % 2}", me // 2, processes, 1.0]
 
 
-def test_processes_agree_on_ep_nccl_communicator(monkeypatch):
-  group = types.SimpleNamespace(mesh=mesh([gpu(0), gpu(1)]), axis_name="ep")
-  monkeypatch.setattr(nccl_backend.jax, "process_index", lambda: 0)
-
-  def join(*_):
-    return {0: dict(communicator="xla"), 1: dict(communicator="own")}
-
-  with pytest.raises(ValueError, match="EP_NCCL_COMMUNICATOR: {0: 'xla', 1"):
-    NcclBackend().connect(group, join)
+def test_other_communicators_are_refused(monkeypatch):
   monkeypatch.setenv("EP_NCCL_COMMUNICATOR", "mine")
   with pytest.raises(ValueError, match="is 'mine'; set it to"):
     nccl_backend._communicator()

@@ -3,10 +3,11 @@
 
 import os
 import pathlib
+import re
 
 import pytest
 
-from ep._src.backends.nccl import installation
+from ep._src.backends.nccl import environment, installation
 from ep._src.native import shipped_files
 from nccl_testing import gpu
 
@@ -51,3 +52,27 @@ def test_nvcc_compiles_the_sources_of_nccl_ep(monkeypatch, tmp_path):
   monkeypatch.setenv("NCCL_EP_JIT_SOURCE_DIR", str(tmp_path))
   with pytest.raises(RuntimeError, match="ht_ep.cuh"):
     installation.prepare(HOPPER)
+
+
+def test_every_variable_of_nccl_ep_has_a_rule():
+  """The names in the library are variables, enumerators and constants."""
+  library, headers = (
+    shipped_files.in_runfiles(f"ep_nccl{CUDA}/{path}")
+    for path in (f"lib/cu{CUDA}/libnccl_ep.so", "include/nccl_ep")
+  )
+  names = re.findall(rb"\0(NCCL_EP_[A-Z0-9_]+)(?=\0)", library.read_bytes())
+  enumerators = (headers / "ep_enums.h").read_text()
+  not_listed = r"NCCL_EP_(JIT|HT_GIN|\w+_QUANT)_"
+  variables = {
+    name
+    for name in map(bytes.decode, names)
+    if not re.search(rf"\b{name}\b", enumerators)
+    and not re.match(not_listed, name)
+  }
+  others = {"EP_NCCL_COMMUNICATOR", "NCCL_DEV_API_JIT"}
+  with_a_rule = {
+    *environment.REFUSED,
+    *environment.AGREED,
+    *environment.PASSED_ON,
+  }
+  assert variables == with_a_rule - others

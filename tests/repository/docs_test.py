@@ -13,6 +13,7 @@ import numpy as np
 from conftest import assert_alike, assert_shards_equal, make_mesh, to_global
 import ep
 from ep import launch
+from ep._src.backends.nccl import environment
 from groups import bootstrap
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -118,6 +119,16 @@ def _tables(text):
     ]
     columns = zip(*(map(_value, row) for row in rows), strict=True)
     yield dict(zip(head, columns, strict=True))
+
+
+def test_the_variables_of_nccl_ep():
+  """The page's table has the variables that the code refuses or passes on."""
+  section = _section("docs/gpu.md", "Environment variables")
+  _, _, *rows = re.findall(r"^\|(.*?)\|", section, re.MULTILINE)
+  groups = environment.REFUSED, environment.AGREED, environment.PASSED_ON
+  assert [re.findall(r"`(\w*NCCL_\w+)`", row) for row in rows] == [
+    list(variables) for variables in groups
+  ]
 
 
 def test_the_worked_example():

@@ -7,7 +7,7 @@ the mesh. The resulting `Connection` lowers the group's ops until `close`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 import dataclasses
 import functools
 import json
@@ -282,6 +282,7 @@ class Join(Protocol):
     group: GroupConfig,
     introduce: Callable[[], dict[str, Any]],
     domain: int = 0,
+    settings: Mapping[str, str] | None = None,
   ) -> dict[int, dict[str, Any]]: ...
 
 

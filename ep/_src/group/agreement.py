@@ -9,7 +9,7 @@ process computes the EP domains from the mesh (meshes.py).
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 import hashlib
 import itertools
@@ -68,7 +68,10 @@ def _ending(members: Sequence[int]) -> str:
 
 
 def join(
-  group: GroupConfig, introduce: Callable[[], dict[str, Any]], domain: int = 0
+  group: GroupConfig,
+  introduce: Callable[[], dict[str, Any]],
+  domain: int = 0,
+  settings: Mapping[str, str] | None = None,
 ) -> dict[int, dict[str, Any]]:
   """Returns the results of `introduce` on all processes of the same domain.
 
@@ -76,8 +79,8 @@ def join(
 
   Raises:
     ValueError, RuntimeError, or an error of `introduce`: on all processes, if
-      `introduce` raises on one, if they disagree on the group or on versions,
-      if the name is taken, or if a process has died or is late.
+      `introduce` raises on one, if they disagree on the group, on versions or
+      on `settings`, if the name is taken, or if a process has died or is late.
   """
 
   def propose() -> tuple[GroupConfig, dict[str, Any]]:
@@ -88,7 +91,7 @@ def join(
       )
     return group, introduce()
 
-  return _meet("ep_bootstrap", group, propose, domain)[1]
+  return _meet("ep_bootstrap", group, propose, domain, settings or {})[1]
 
 
 def agree(
@@ -102,7 +105,7 @@ def agree(
     ValueError, RuntimeError, or an error of `propose`: on all processes, like
       `join`, with a message that begins with `what`.
   """
-  return _meet(what, group, lambda: (propose(), {}), domain=0)[0]
+  return _meet(what, group, lambda: (propose(), {}), domain=0, settings={})[0]
 
 
 def _meet(
@@ -110,6 +113,7 @@ def _meet(
   group: GroupConfig,
   propose: Callable[[], tuple[GroupConfig, dict[str, Any]]],
   domain: int,
+  settings: Mapping[str, str],
 ) -> tuple[GroupConfig, dict[int, dict[str, Any]]]:
   """Returns the group that all processes propose, and `join`'s result.
 
@@ -138,6 +142,7 @@ def _meet(
   try:
     proposal, introduction = propose()
     terms = proposal.texts() | versions(group.backend) | _compiler_settings()
+    terms.update(settings)
     if meshes.has_devices(proposal.mesh):
       ids = [device.id for device in proposal.mesh.devices.flat]
       terms["mesh"] += f" of the devices {ids}"

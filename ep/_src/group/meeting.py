@@ -152,8 +152,8 @@ class Meeting:
     return (
       f"{field} = {terms.get(field)} on process {self.me}, but"
       f" {theirs.get(field)} on process {process}; all processes must pass the"
-      " same arguments, run the same versions, and compile with the same"
-      " options."
+      " same arguments, run the same versions, have the same settings, and"
+      " compile with the same options."
     )
 
   def _wait_for_verdict(self) -> dict[str, str]:

@@ -2,7 +2,6 @@
 #include "ep_ffi/backends/nccl/communicator.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <initializer_list>
@@ -55,19 +54,6 @@ ncclEpHandleConfig_t HandleConfig(const Layer& layer) {
   return config;
 }
 
-Status CheckEnvironment() {
-  for (const char* variable :
-       {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
-    const char* value = std::getenv(variable);
-    if (!value || !*value || std::string(value) == "0") continue;
-    return Status(Code::kFailedPrecondition,
-                  StrCat(variable, " = ", value,
-                         " makes NCCL EP lay out rows in another way, whose "
-                         "limits are not checked; unset it"));
-  }
-  return Status();
-}
-
 }  // namespace
 
 Status CallNcclEp(const Libraries& libraries, const char* name,
@@ -104,7 +90,6 @@ Status Communicator::Init(int32_t rank, const ncclUniqueId& id,
                           ncclComm_t lent) {
   const Libraries& nccl = device_->libraries();
   Device::Scope scope(*device_);
-  EP_RETURN_IF_ERROR(CheckEnvironment());
   owns_ = !lent;
   comm_ = lent;
   if (owns_) {

@@ -7,7 +7,6 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <optional>
 #include <stdexcept>
 
@@ -134,15 +133,6 @@ TEST(CreateTest, LibrariesMachinesAndSizesBeyondTheLimitsAreRefused) {
     fake::TheMachine() = fake::Machine();
     c.change(&sizes, &fake::TheMachine());
     ExpectRefused(sizes, c.words);
-  }
-}
-
-TEST(CreateTest, AnotherLayoutOfRowsIsRefused) {
-  for (const char* variable :
-       {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
-    setenv(variable, "on", /*overwrite=*/1);
-    ExpectRefused(SizesFor(kDims), {variable, "on", "unset it"});
-    unsetenv(variable);
   }
 }
 

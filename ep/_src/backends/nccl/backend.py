@@ -16,9 +16,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.nccl import installation
+from ep._src.backends.nccl import environment, installation
 from ep._src.backends.nccl.peers import Lookout
-from ep._src.base import compat, meshes, xla_flags
+from ep._src.base import compat, meshes
 from ep._src.base.backend import (
   Backend,
   CannotServe,
@@ -35,14 +35,6 @@ _MIN_COMPUTE_CAPABILITY = 9.0
 
 # "xla": groups borrow XLA's communicators. "own": groups create communicators.
 _COMMUNICATOR = "EP_NCCL_COMMUNICATOR"
-
-# With other values of these flags, XLA may run a collective on the stream of
-# the program while an op runs on the stream of collectives. Each of the two may
-# then hold resources of the GPU that the other waits for.
-_SAFE_XLA_FLAGS = {
-  "--xla_gpu_enable_latency_hiding_scheduler": ("true", "1"),
-  "--xla_gpu_experimental_parallel_collective_overlap_limit": ("1",),
-}
 
 
 class NcclBackend(Backend):
@@ -110,7 +102,7 @@ class NcclBackend(Backend):
       )
     for device in devices:
       _check_capability(device)
-    _check_xla_flags()
+    environment.check()
     libraries = installation.prepare(devices[0])
     return ", ".join(filter(None, [ffi.path_and_interface("nccl"), *libraries]))
 
@@ -126,23 +118,15 @@ class NcclBackend(Backend):
     # `join` calls `introduce`, and fails on all processes if it raises.
     def introduce() -> dict[str, Any]:
       self.check_sizes(group)
-      _check_xla_flags()
+      environment.check()
       ffi.library("nccl")
       libraries = installation.prepare(device)
-      mine = dict(communicator=_communicator())
-      if 0 in ranks and mine["communicator"] == "own":
-        unique_id = ffi.new_nccl_id(*libraries)
-        mine["id"] = base64.b64encode(unique_id).decode()
-      return mine
+      is_founder = _communicator() == "own" and 0 in ranks
+      unique_id = ffi.new_nccl_id(*libraries) if is_founder else b""
+      return dict(id=base64.b64encode(unique_id).decode())
 
-    answers = join(group, introduce, domain)
-    kinds = {p: answer["communicator"] for p, answer in answers.items()}
-    if len(set(kinds.values())) > 1:
-      raise ValueError(
-        f"ep_bootstrap: processes differ in ${_COMMUNICATOR}: {kinds}; set it"
-        " alike for all of them."
-      )
-    borrows = kinds[me] == "xla"
+    answers = join(group, introduce, domain, environment.settings())
+    borrows = _communicator() == "xla"
     capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     founder = answers[domains[domain, 0].process_index]
@@ -161,7 +145,7 @@ class NcclBackend(Backend):
       max_num_sms=group.max_num_sms,
       timeout_s=group.timeout_s,
       exit_after_s=group.exit_after_s,
-      unique_id=b"" if borrows else base64.b64decode(founder["id"]),
+      unique_id=base64.b64decode(founder["id"]),
       nccl=nccl,
       nccl_ep=nccl_ep,
     )
@@ -239,20 +223,6 @@ def _communicator() -> str:
       ' "own", which is the default.'
     )
   return value
-
-
-def _check_xla_flags() -> None:
-  """Raises `ValueError` for XLA flags with which ranks might deadlock."""
-  flags = xla_flags.read()
-  for name, safe in _SAFE_XLA_FLAGS.items():
-    flag = flags.get(name, name)
-    _, _, value = flag.partition("=")
-    if value and value.lower() not in safe:
-      raise ValueError(
-        f"ep_bootstrap: $XLA_FLAGS has {flag}, with which XLA may run its"
-        " collectives beside the kernels of NCCL EP, so that ranks wait for"
-        ' one another indefinitely; remove the flag, or pass backend="xla".'
-      )
 
 
 def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:

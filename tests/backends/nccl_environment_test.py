@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All processes refuse a variable of NCCL EP that one of them must not set.
+
+The processes meet as in `ep_bootstrap`, but connect no GPUs.
+"""
+
+import dataclasses
+import os
+
+import jax
+import pytest
+
+from conftest import make_mesh, refused
+from ep._src.backends.nccl import environment, installation
+from ep._src.backends.nccl.backend import NcclBackend
+from ep._src.group import agreement
+from ep._src.native import ffi
+from groups import bootstrap
+from nccl_testing import gpu
+
+LAST = jax.process_count() - 1
+IS_ODD = jax.process_index() == LAST
+VARIABLES = (
+  *environment.REFUSED,
+  *environment.AGREED,
+  *environment.PASSED_ON,
+)
+
+
+class Agreed(Exception):
+  """The processes agreed on a group."""
+
+
+@pytest.fixture(scope="module")
+def config():
+  with bootstrap(make_mesh({"ep": jax.device_count()}), backend="xla") as group:
+    return dataclasses.replace(group.config, name="of GPUs")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+  """Simulates an installed NCCL EP, and an environment without variables."""
+  for variable in VARIABLES:
+    monkeypatch.delenv(variable, raising=False)
+  monkeypatch.setattr(installation, "prepare", lambda _: ("", ""))
+  monkeypatch.setattr(ffi, "library", lambda _: None)
+  monkeypatch.setattr(ffi, "new_nccl_id", lambda *_: b"an id")
+
+
+def meet(config):
+  def join(*args):
+    agreement.join(*args)
+    raise Agreed
+
+  NcclBackend().connect(config, join)
+
+
+@pytest.mark.parametrize("variable", environment.REFUSED)
+def test_a_variable_of_one_process_is_refused(config, monkeypatch, variable):
+  if IS_ODD:
+    monkeypatch.setenv(variable, "1")
+  with refused("ep_bootstrap: ", f"{variable} = 1 ", "; unset it"):
+    meet(config)
+  monkeypatch.setenv(variable, "OFF" if IS_ODD else "0")
+  with pytest.raises(Agreed):
+    meet(config)
+
+
+@pytest.mark.parametrize("variable", environment.AGREED)
+def test_processes_with_other_values_are_refused(config, monkeypatch, variable):
+  default = environment.AGREED[variable]
+  if IS_ODD:
+    monkeypatch.setenv(variable, "xla")
+  with refused(
+    f"ep_bootstrap: {variable} = {default} on process 0, but xla on process"
+    f" {LAST}; all processes must",
+    "same settings",
+  ):
+    meet(config)
+  monkeypatch.setenv(variable, "xla")
+  with pytest.raises(Agreed):
+    meet(config)
+
+
+@pytest.mark.parametrize("variable", environment.PASSED_ON)
+def test_processes_may_differ_in_other_variables(config, monkeypatch, variable):
+  value = str(1 + IS_ODD)
+  monkeypatch.setenv(variable, value)
+  with pytest.raises(Agreed):
+    meet(config)
+  assert os.environ[variable] == value
+
+
+def test_ep_check_reports_a_refused_variable(monkeypatch):
+  monkeypatch.setattr(jax, "local_devices", lambda: [gpu()])
+  monkeypatch.setenv("NCCL_EP_DISABLE_GUARD", "on")
+  with refused("NCCL_EP_DISABLE_GUARD = on lets an op overwrite rows"):
+    NcclBackend().probe()
