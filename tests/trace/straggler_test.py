@@ -89,14 +89,15 @@ def test_equal_ranks_are_not_blamed(noise):
     assert not explain_exchanges(list(clean)).blames, (seed, depth)
 
 
-@pytest.mark.parametrize("num_late", [1, 2, 6, 24, 48])
+@pytest.mark.parametrize("num_late", [1, 2, 4, 12, 48])
 @pytest.mark.parametrize("op", ["ep_combine", ""])
 def test_a_slow_rank_is_blamed_in_any_number_of_layers(num_late, op):
   """A rank is late by 30 % of a step, at one op of some layers, or at all."""
   for seed in SEEDS:
     rng = np.random.default_rng(seed)
-    depth = int(rng.integers(num_late, 49))
-    times = work(rng, rng.choice(["quiet", "heavy tails"]), depth=depth)
+    depth = int(rng.integers(num_late, min(2 * num_late, 48) + 1))
+    noise = rng.choice(["quiet", "heavy tails"])
+    times = work(rng, noise, depth=depth, num_steps=16)
     late_s = max(0.3 * len(OPS) * depth * WORK_S, 8e-3)
     rank = int(rng.integers(RANKS))
     is_late = np.zeros(times.shape[1:3], bool)

@@ -135,19 +135,20 @@ class Domain:
     took = _took(start, came, ended)
     late, own = _lateness(came), _lateness(took)
     balanced, own_balanced = late.copy(), own.copy()
-    unknown: tuple[Any, ...] = np.full(came.shape[1], math.nan), []
-    prepared: dict[str, tuple[Any, ...]] = {}
+    unknown: tuple[np.ndarray, Any] = np.full(came.shape[1], math.nan), []
+    prepared: dict[str, tuple[np.ndarray, Any]] = {}
     loads = []
     for i, e in enumerate(step):
       if e["op"] == "ep_prepare":
-        prepared[e["layer"]] = np.maximum(e["rows"], 1), e["tokens"]
-      rows, tokens = prepared.get(e["layer"], unknown)
+        rows = np.maximum(e["rows"], 1)
+        prepared[e["layer"]] = rows / rows.mean(), e["tokens"]
+      load = ratio, tokens = prepared.get(e["layer"], unknown)
       # These ops follow the experts.
       if tokens and e["op"] in ("ep_combine", "ep_dispatch_bwd"):
         balanced[i] = own_balanced[i] = _lateness(
-          _with_equal_rows(took[i], rows)
+          _with_equal_rows(took[i], ratio)
         )
-      loads.append((rows / rows.mean(), tokens))
+      loads.append(load)
     saved = np.maximum(0.0, late.max(axis=1) - balanced.max(axis=1))
     balanced = np.clip(balanced, 0.0, late)
     owns = np.stack([own, own_balanced], axis=1)
@@ -285,14 +286,14 @@ def _at_least(count: int, trials: int, p: float) -> float:
   return sum(math.exp(log_chance(n)) for n in range(count, trials + 1))
 
 
-def _with_equal_rows(took: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _with_equal_rows(took: np.ndarray, rows_ratio: np.ndarray) -> np.ndarray:
   """Estimates the ranks' times if each rank had the mean number of rows.
 
   A linear fit over the ranks gives the time of a row. The time of a rank with
   more rows than the mean falls at most in proportion to its rows.
   """
-  more = rows - rows.mean()
-  cost = max(0.0, more @ took / max(more @ more, 1.0))
-  least = took / np.maximum(rows / rows.mean(), 1.0)
+  more = rows_ratio - 1.0
+  cost = max(0.0, more @ took / max(more @ more, 1e-9))
+  least = took / np.maximum(rows_ratio, 1.0)
   equal: np.ndarray = np.maximum(took - cost * more, least)
   return equal

@@ -154,7 +154,8 @@ def explain_exchanges(
     if len(steps) > 1
   ]
   if failure and not parts:
-    parts = [Explanation("", 0, *[math.nan] * 5, blames=())]
+    nan = math.nan
+    parts = [Explanation("", 0, nan, nan, nan, nan, nan, blames=())]
   arguments.check(
     parts != [],
     "ep.explain",
@@ -174,14 +175,22 @@ def _explain_program(program: str, steps: list[_TimedStep]) -> Explanation:
     )
     step_s = np.max(step[-1]["ended"]) - np.max(start)
     totals.append((step_s, moved, waited, step_s - late, step_s - unbalanced))
-  medians = np.median(totals, axis=0).tolist()
+  step_s, moved, waited, punctual, balanced = np.median(totals, axis=0).tolist()
   blames = [
     blame
     for number, domain in domains.items()
-    for blame in domain.blames(number, medians[0])
+    for blame in domain.blames(number, step_s)
   ]
-  blames.sort(key=lambda b: -b.share * b.late_s)
-  return Explanation(program, len(steps), *medians, blames=tuple(blames))
+  return Explanation(
+    program,
+    len(steps),
+    step_s,
+    moved,
+    waited,
+    punctual,
+    balanced,
+    tuple(sorted(blames, key=lambda b: -b.share * b.late_s)),
+  )
 
 
 def _first_failure(merged: dict[str, Any]) -> Failure:
