@@ -46,10 +46,10 @@ def bursts(rng, shape):
 
 
 def pauses(rng, shape):
-  """In each step, one rank pauses at one op for a fifth of the step."""
+  """In each step, any rank pauses at the first op, for a third of the step."""
   more = np.zeros(shape)
   for step in more:
-    step[*map(rng.integers, step.shape)] = 0.2 * step[..., 0].size * WORK_S
+    step[0, 0, rng.integers(RANKS)] = 0.5 * step[..., 0].size * WORK_S
   return more
 
 

@@ -122,9 +122,13 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
   arrival times. The rank is late if its lateness is at least a tenth of the
   step, 5 ms, and 0.75 times the last rank's lateness. A rank is blamed if it is
   late in at least half of the steps, and if chance alone (all ranks equally
-  often late, and equally often last) would blame a rank in fewer than 10 % of
-  such traces. Its rows are the cause if the op follows the experts and the rank
-  had at least 1.2 times the mean rows.
+  often late, and equally often last) would blame a rank in at most 10 % of
+  such programs. Its rows are the cause if the op follows the experts and the
+  rank had at least 1.2 times the mean rows.
+
+  The same rules hold for the sum of a rank's own lateness over a step's ops: a
+  slow rank may be a little late in each of many layers. The own lateness
+  compares times from the end of the previous op to the arrival.
 
   After a failed op, the explanation names the ranks that did not run the op, or
   only the ranks of killed processes, if there are any. Of several failed ops,
