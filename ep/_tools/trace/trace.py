@@ -77,8 +77,9 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
   Raises:
     ValueError, OSError: the group has no trace, or the file cannot be written.
       Other processes raise a RuntimeError.
-    RuntimeError: the group was finalized or is traced already, or a process did
-      not enter the context.
+    RuntimeError: the group was finalized or is traced already, another group
+      of this process is traced to the path, or a process did not enter the
+      context.
   """
   group.connection.check_open("ep.trace")
   arguments.check(
