@@ -162,13 +162,14 @@ def test_any_wrong_value_of_a_file_is_a_value_error(tmp_path):
       str(ep.explain(path))
 
 
-def part(process, came, step):
+def part(process, came, step, processes=(0, 1)):
   """Returns one process's trace file text, for exchanges arriving at `came`."""
-  lines = [dict(process=process, ep_size=2, processes=[0, 1])]
+  lines = [dict(process=process, ep_size=2, processes=processes)]
   for times in came:
     end = max(times) + 0.1
     event = dict(
-      op="ep_combine", layer="", program="p", site="1", step=step, domain=0,
+      op="ep_combine", layer="", program="p", site="1", step=step,
+      domain=processes.index(process) // 2,
       began=end, ended=end, came=times, rows=[1, 1], dropped=[0, 0],
       bytes=[1, 1], tokens=[[1], [1]],
     )  # fmt: skip
@@ -185,6 +186,16 @@ def test_clocks_are_aligned_by_the_exchanges(ahead):
   assert merged["clocks"][1]["bound_s"] == pytest.approx(0.002)
   assert merged["clocks"][1]["offset_s"] == pytest.approx(ahead, abs=0.0011)
   assert merged["exchanges"][0]["came"] == pytest.approx([1, 2], abs=0.0011)
+
+
+def test_the_clocks_of_a_domain_without_the_first_process_are_aligned():
+  came = [1.0, 2.0], [1.0, 2.0], [1.0, 2.001], [7001.001, 7002.0]
+  parts = [part(p, [times], 0, (0, 1, 2, 3)) for p, times in enumerate(came)]
+  merged = merge(parts)
+  assert merged["clocks"][2] == dict(offset_s=0.0, bound_s=None)
+  assert merged["clocks"][3]["offset_s"] == pytest.approx(7000, abs=0.0011)
+  for e in merged["exchanges"]:
+    assert e["came"] == pytest.approx([1, 2], abs=0.0011)
 
 
 def test_clocks_of_other_speeds_have_a_bound():
