@@ -145,6 +145,7 @@ def test_any_wrong_value_of_a_file_is_a_value_error(tmp_path):
   for number in range(300):
     whole = dict(ep_size=4, killed=[0], failures=[failure][: number % 2])
     whole |= dict(exchanges=list(steps(rng, num_steps=4)))
+    whole |= dict(clocks={"0": dict(offset_s=0.0, bound_s=0.0)})
     place = content = {"ep": json.loads(json.dumps(whole))}
     key = "ep"
     while isinstance(place[key], list | dict) and place[key]:
@@ -160,6 +161,19 @@ def test_any_wrong_value_of_a_file_is_a_value_error(tmp_path):
     path.write_text(json.dumps(content))
     with contextlib.suppress(ValueError):
       str(ep.explain(path))
+
+
+@pytest.mark.parametrize("bound_s", [0.018, 0.001, None])
+def test_uncertain_clocks_are_reported(bound_s, tmp_path):
+  path = tmp_path / "steps.json"
+  whole = dict(
+    ep_size=4, failures=[], exchanges=list(steps(np.random.default_rng(0))),
+    clocks={"0": dict(bound_s=0.0), "1": dict(bound_s=bound_s)},
+  )  # fmt: skip
+  path.write_text(json.dumps(dict(ep=whole)))
+  last = str(ep.explain(path)).splitlines()[-1]
+  is_reported = last.startswith("The offsets between clocks are known to 18.0")
+  assert is_reported == (bound_s == 0.018)
 
 
 def part(process, came, step, processes=(0, 1)):

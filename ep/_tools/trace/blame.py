@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # A rank is late if its lateness is at least _OF_STEP times the step's time,
-# _LATE_S seconds (on a busy machine another thread may run for 3 ms), and
+# LATE_S seconds (on a busy machine another thread may run for 3 ms), and
 # _OF_LAST times the last rank's lateness. A rank is blamed if it is late in at
 # least _SHARE of the steps.
-_OF_STEP, _LATE_S, _OF_LAST, _SHARE = 0.1, 5e-3, 0.75, 0.5
+_OF_STEP, LATE_S, _OF_LAST, _SHARE = 0.1, 5e-3, 0.75, 0.5
 # A rank's rows may cause lateness if they are this many times the mean rows.
 _MORE_ROWS = 1.2
 # The op of a sum is the one with at least this share of it.
@@ -217,7 +217,7 @@ def _late_ranks(
   number of ranks. The tests assume that steps are independent.
   """
   late = np.array([o.late_s for o in seen])  # [step, rank]
-  least = np.maximum(_OF_LAST * late.max(1), max(_OF_STEP * step_s, _LATE_S))
+  least = np.maximum(_OF_LAST * late.max(1), max(_OF_STEP * step_s, LATE_S))
   is_late = late >= least[:, np.newaxis]
   num_steps, num_ranks = late.shape
   for rank, count in enumerate(is_late.sum(axis=0).tolist()):

@@ -18,7 +18,7 @@ import numpy as np
 
 from ep._src.base import arguments
 from ep._tools.trace import trace
-from ep._tools.trace.blame import Blame, Domain, Step
+from ep._tools.trace.blame import Blame, Domain, LATE_S, Step
 
 # Each rank's start of a step, and the step's exchanges.
 _TimedStep = tuple[np.ndarray, Step]
@@ -78,6 +78,8 @@ class Explanation:
     failure: the first error of an op; None if no op failed.
     others: explanations of the other programs that ran at least three steps,
       sorted by their total time.
+    clock_bound_s: how far an offset between two clocks may be wrong, and with
+      it the lateness at an op; sums over ops do not depend on offsets.
   """
 
   program: str
@@ -90,6 +92,7 @@ class Explanation:
   blames: tuple[Blame, ...]
   failure: Failure | None = None
   others: tuple[Explanation, ...] = ()
+  clock_bound_s: float = 0.0
 
   def __repr__(self) -> str:
     lines = [str(self.failure)] if self.failure else []
@@ -101,6 +104,12 @@ class Explanation:
         lines.append("No rank is to blame.")
       if part.num_steps:
         lines += part._table()
+    if self.clock_bound_s >= LATE_S:
+      lines.append(
+        "The offsets between clocks are known to"
+        f" {self.clock_bound_s * 1e3:.1f} ms, so the lateness at an op may be"
+        " wrong by as much."
+      )
     return "\n".join(lines)
 
   def _table(self) -> list[str]:
@@ -143,7 +152,11 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
   merged = trace.load(path)
   try:
     failure = _first_failure(merged) if merged["failures"] else None
-    return explain_exchanges(merged["exchanges"], failure)
+    bounds = [float(c["bound_s"] or 0) for c in merged["clocks"].values()]
+    return dataclasses.replace(
+      explain_exchanges(merged["exchanges"], failure),
+      clock_bound_s=max(bounds, default=0.0),
+    )
   except trace.DAMAGES as e:
     raise trace.damaged(path, e) from e
 
