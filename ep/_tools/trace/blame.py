@@ -170,9 +170,9 @@ class Domain:
     """Returns the ranks to blame; `step_s` is the time of a step."""
     blames: list[Blame] = []
     num_ops = np.array(self._num_ops)[:, np.newaxis]
-    ranks = np.zeros_like(next(iter(self._places.values()))[0].late_s)
-    sums = np.zeros((len(num_ops), 2, len(ranks)))
-    ratios = np.zeros((len(num_ops), len(ranks)))
+    num_ranks = len(next(iter(self._places.values()))[0].late_s)
+    sums = np.zeros((len(num_ops), 2, num_ranks))
+    ratios = np.zeros((len(num_ops), num_ranks))
     by_op: dict[str, np.ndarray] = collections.defaultdict(ratios.copy)
     chance_of_ops = _OPS_CHANCE / len(self._places)
     for (layer, op, _), seen in self._places.items():
