@@ -132,7 +132,8 @@ def test_a_sum_names_its_op_and_its_cause():
   found = explain_exchanges(exchanges)
   (blame,) = found.blames
   assert (blame.rank, blame.op, blame.num_ops) == (2, "ep_combine", 64)
-  assert "summed over 64 ops, most of it at ep_combine, in 100%" in str(found)
+  assert "domain 0, rank 2 came late in 100% of the steps, by" in str(found)
+  assert "ms summed over 64 ops, most of it at ep_combine; its" in str(found)
   assert "its rows were average: it computed longer before." in str(found)
   for e in exchanges:
     e["rows"] = [8, 8, 24, 8]

@@ -74,14 +74,13 @@ class Blame:
   num_ops: int = 1
 
   def __str__(self) -> str:
-    if self.num_ops == 1:
-      where = f'to {self.op} in layer "{self.layer}"'
-    else:
-      most = f", most of it at {self.op}," if self.op else ""
-      where = f"summed over {self.num_ops} ops{most}"
+    op, total = f' to {self.op} in layer "{self.layer}"', ""
+    if self.num_ops > 1:
+      most = f", most of it at {self.op}" if self.op else ""
+      op, total = "", f" summed over {self.num_ops} ops{most}"
     text = (
-      f"domain {self.domain}, rank {self.rank} came late {where} in"
-      f" {self.share:.0%} of the steps, by {self.late_s * 1e3:.1f} ms; "
+      f"domain {self.domain}, rank {self.rank} came late{op} in"
+      f" {self.share:.0%} of the steps, by {self.late_s * 1e3:.1f} ms{total}; "
     )
     if self.balanced_s is not None:
       of_expert = (
