@@ -145,6 +145,7 @@ def test_any_wrong_value_of_a_file_is_a_value_error(tmp_path):
   for number in range(300):
     whole = dict(ep_size=4, killed=[0], failures=[failure][: number % 2])
     whole |= dict(exchanges=list(steps(rng, num_steps=4)))
+    whole |= dict(clocks={"0": dict(offset_s=0.0, bound_s=0.0)})
     place = content = {"ep": json.loads(json.dumps(whole))}
     key = "ep"
     while isinstance(place[key], list | dict) and place[key]:
@@ -162,13 +163,27 @@ def test_any_wrong_value_of_a_file_is_a_value_error(tmp_path):
       str(ep.explain(path))
 
 
-def part(process, came, step):
+@pytest.mark.parametrize("bound_s", [0.018, 0.001, None])
+def test_uncertain_clocks_are_reported(bound_s, tmp_path):
+  path = tmp_path / "steps.json"
+  whole = dict(
+    ep_size=4, failures=[], exchanges=list(steps(np.random.default_rng(0))),
+    clocks={"0": dict(bound_s=0.0), "1": dict(bound_s=bound_s)},
+  )  # fmt: skip
+  path.write_text(json.dumps(dict(ep=whole)))
+  last = str(ep.explain(path)).splitlines()[-1]
+  is_reported = last.startswith("The offsets between clocks are known to 18.0")
+  assert is_reported == (bound_s == 0.018)
+
+
+def part(process, came, step, processes=(0, 1)):
   """Returns one process's trace file text, for exchanges arriving at `came`."""
-  lines = [dict(process=process, ep_size=2, processes=[0, 1])]
+  lines = [dict(process=process, ep_size=2, processes=processes)]
   for times in came:
     end = max(times) + 0.1
     event = dict(
-      op="ep_combine", layer="", program="p", site="1", step=step, domain=0,
+      op="ep_combine", layer="", program="p", site="1", step=step,
+      domain=processes.index(process) // 2,
       began=end, ended=end, came=times, rows=[1, 1], dropped=[0, 0],
       bytes=[1, 1], tokens=[[1], [1]],
     )  # fmt: skip
@@ -185,6 +200,16 @@ def test_clocks_are_aligned_by_the_exchanges(ahead):
   assert merged["clocks"][1]["bound_s"] == pytest.approx(0.002)
   assert merged["clocks"][1]["offset_s"] == pytest.approx(ahead, abs=0.0011)
   assert merged["exchanges"][0]["came"] == pytest.approx([1, 2], abs=0.0011)
+
+
+def test_the_clocks_of_a_domain_without_the_first_process_are_aligned():
+  came = [1.0, 2.0], [1.0, 2.0], [1.0, 2.001], [7001.001, 7002.0]
+  parts = [part(p, [times], 0, (0, 1, 2, 3)) for p, times in enumerate(came)]
+  merged = merge(parts)
+  assert merged["clocks"][2] == dict(offset_s=0.0, bound_s=None)
+  assert merged["clocks"][3]["offset_s"] == pytest.approx(7000, abs=0.0011)
+  for e in merged["exchanges"]:
+    assert e["came"] == pytest.approx([1, 2], abs=0.0011)
 
 
 def test_clocks_of_other_speeds_have_a_bound():

@@ -203,6 +203,22 @@ def test_groups_of_one_name_have_separate_files(folder, monkeypatch):
     assert [*found.values()] == [0] * jax.process_count()
 
 
+def test_two_groups_are_not_traced_to_one_path(folder):
+  """The second trace fails, and the first one remains complete."""
+  path = folder / "steps.json"
+  config = layer()
+  with bootstrap(make_mesh({"ep": 4})) as other:
+    with ep.trace(config.group, path):
+      run(config)
+      with pytest.raises(RuntimeError, match="is traced to .*steps.json"):
+        with ep.trace(other, path):
+          pytest.fail("the context has begun")
+    assert ep.explain(path).num_steps == 5
+    with ep.trace(other, path):
+      run(ep.EpLayerConfig(other))
+  assert ep.explain(path).num_steps == 5
+
+
 def test_a_group_that_ends_in_the_block_is_traced(folder):
   path = folder / "steps.json"
   group = bootstrap(make_mesh({"ep": 4}))

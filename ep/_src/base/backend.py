@@ -107,7 +107,7 @@ class Connection:
     self.group = group
     self._process = os.getpid()
     self._is_open = True
-    self._is_traced = False
+    self._trace_path: str | None = None  # set while a trace is on
     self._cached = functools.lru_cache(_CACHED)(lambda make, *args: make(*args))
     _open[group.name] = self
 
@@ -122,7 +122,7 @@ class Connection:
 
     True if a peer may wait for this process, or a trace is on.
     """
-    return self._is_traced and not self._is_forked
+    return self._trace_path is not None and not self._is_forked
 
   @property
   def _is_forked(self) -> bool:
@@ -171,13 +171,19 @@ class Connection:
 
     Raises:
       ValueError, OSError: the file cannot be written.
-      RuntimeError: a trace is on.
+      RuntimeError: a trace is on, or another group is traced to the path.
     """
-    if self._is_traced:
+    if self._trace_path is not None:
       raise RuntimeError(
         f'ep.trace: the group "{self.group.name}" is traced already; end that'
         " trace first."
       )
+    for other in open_connections():
+      if other._trace_path == path:
+        raise RuntimeError(
+          f'ep.trace: the group "{other.group.name}" is traced to {path}'
+          " already; choose another path."
+        )
     mesh = self.group.mesh
     assert meshes.has_devices(mesh)
     processes = meshes.processes(mesh)
@@ -192,12 +198,12 @@ class Connection:
     part = pathlib.Path(f"{path}.part{head['process']}")
     part.write_text(json.dumps(head) + "\n")
     self._start_trace(str(part))
-    self._is_traced = True
+    self._trace_path = path
 
   def stop_trace(self) -> None:
     """Stops the trace, if one is on, and writes this process's records."""
-    if self._is_open and self._is_traced:
-      self._is_traced = False
+    if self._is_open and self._trace_path is not None:
+      self._trace_path = None
       self._stop_trace()
 
   def _start_trace(self, part: str) -> None:

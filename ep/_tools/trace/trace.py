@@ -77,8 +77,9 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
   Raises:
     ValueError, OSError: the group has no trace, or the file cannot be written.
       Other processes raise a RuntimeError.
-    RuntimeError: the group was finalized or is traced already, or a process did
-      not enter the context.
+    RuntimeError: the group was finalized or is traced already, another group
+      of this process is traced to the path, or a process did not enter the
+      context.
   """
   group.connection.check_open("ep.trace")
   arguments.check(
@@ -222,7 +223,8 @@ def merge(texts: list[str]) -> dict[str, Any]:
   """Merges the texts of all processes; ep_ffi's trace.h describes their format.
 
   For each rank, an exchange has the measurements of the rank's own process, on
-  the clock of the first process. An op of a launch is left out if the processes
+  the clock of the first process, or of its domain's first process if nothing
+  relates their clocks. An op of a launch is left out if the processes
   have recorded it unequally often, because the trace began or ended during the
   launch. A process sees an arrival on another process after it happened, which
   bounds the offset of the two clocks. The result is the offset closest to 0.
@@ -249,7 +251,7 @@ def merge(texts: list[str]) -> dict[str, Any]:
   first = min(heads)
   size, owners = heads[first]["ep_size"], heads[first]["processes"]
   domains = np.reshape(owners, (-1, size))
-  clocks = {p: _clock(seen[first], seen[p], first, p, domains) for p in heads}
+  clocks = _clocks(seen, first, domains)
   exchanges = []
   for key in set().union(*seen.values()):
     domain, _, step = key
@@ -283,6 +285,26 @@ def merge(texts: list[str]) -> dict[str, Any]:
   )
 
 
+def _clocks(
+  seen: dict[int, _Events], first: int, domains: np.ndarray
+) -> dict[int, dict[str, Any]]:
+  """Returns how far the clock of each process is ahead; see `_clock`.
+
+  Exchanges compare a clock with the first known clock of the domain.
+  """
+  clocks: dict[int, dict[str, Any]] = {first: dict(offset_s=0.0, bound_s=0.0)}
+  for owners in domains.tolist():
+    known = next((p for p in owners if p in clocks), owners[0])
+    clocks.setdefault(known, dict(offset_s=0.0, bound_s=None))
+    for process in owners:
+      if process not in clocks:
+        clocks[process] = _clock(
+          seen[known], seen[process], known, process, domains
+        )
+        clocks[process]["offset_s"] += clocks[known]["offset_s"]
+  return clocks
+
+
 def _clock(
   a: _Events, b: _Events, first: int, process: int, domains: np.ndarray
 ) -> dict[str, Any]:
@@ -290,8 +312,6 @@ def _clock(
 
   `bound_s` is the width of the bounds of the offset; None without bounds.
   """
-  if process == first:
-    return dict(offset_s=0.0, bound_s=0.0)
   low: list[float] = []
   high: list[float] = []
   for key in a.keys() & b.keys():
