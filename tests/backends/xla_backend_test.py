@@ -103,17 +103,23 @@ def test_choices_that_are_too_many_for_one_word(monkeypatch):
 # --- Ragged exchanges --------------------------------------------------------
 
 
-def test_ragged(monkeypatch):
+@pytest.fixture
+def ragged(monkeypatch):
+  """Makes CPUs exchange rows as other platforms do, by `ep.lax`."""
   monkeypatch.setattr(
     exchanges.lax,
     "platform_dependent",
     lambda *args, default, **_: default(*args),
   )
-  # The name differs from other tests' layers, so JAX compiles a new program.
+  with ep.lax.install():
+    yield
+
+
+def test_ragged(ragged):
+  # With this name, no other test has compiled a program for the layer.
   options = dict(recv_capacity_per_rank=12, overflow="drop", name="ragged")
   case = Case(layer("dp2_ep2", **options), "skewed", whole=True)
-  with ep.lax.install():
-    case.check(everything, *case.inputs())
+  case.check(everything, *case.inputs())
 
 
 def test_ragged_where_the_platform_has_it():
@@ -189,6 +195,19 @@ def test_a_forged_handle_gives_nan(forge, cannot_raise):
     other = layer(alignment=2, recv_capacity_per_rank=handle.layer.capacity)
     handle = dataclasses.replace(handle, layer=other)
   for leaf in jax.tree.leaves(exchanged(handle, *map(case.put, inputs))):
+    for shard in leaf.addressable_shards:
+      assert np.isnan(np.asarray(shard.data)).all()
+
+
+@pytest.mark.parametrize("forge", ["of_another_rank", "two_choices_swapped"])
+def test_a_forged_handle_in_ragged_exchanges(forge, cannot_raise, ragged):
+  """Rows are NaN as well, because each rank sends NaN."""
+  case = Case(layer(name=f"ragged_{forge}"))
+  inputs = case.tokens(), case.weights(), case.rows()
+  handle = case.run(handle_of)
+  handle = dataclasses.replace(handle, mem=FORGERIES[forge](handle.mem))
+  outs = jax.jit(exchanged.__wrapped__)(handle, *map(case.put, inputs))
+  for leaf in jax.tree.leaves(outs):
     for shard in leaf.addressable_shards:
       assert np.isnan(np.asarray(shard.data)).all()
 
