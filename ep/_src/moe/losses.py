@@ -319,7 +319,9 @@ def measure(
   dropped = handle.dropped_counts.reshape(-1, len(experts))
   drops = jnp.zeros(E, jnp.int32)
   if layer.overflow != "chunk":  # chunks drop nothing
-    drops = drops.at[experts].add(dropped.sum(0, dtype=jnp.int32))
+    of_slots = dropped.sum(0, dtype=jnp.int32)[:, None]
+    is_expert = experts[:, None] == arrays.iota(E)
+    drops = jnp.where(is_expert, of_slots, 0).sum(0, dtype=jnp.int32)
   rows = handle.total_recv_tokens.sum(dtype=jnp.int32)
   of_ranks = jnp.zeros(lax.axis_size(axes), jnp.int32)
   sums: dict[str, Any] = dict(
