@@ -9,7 +9,7 @@ bfloat16, and parameters are float32. `ep.MoE` and the layers of peers.py have
 the same router, and no loss that balances the load. The costs are of one
 device:
 
-  FLOPs    those of XLA's cost model over 18 C H F, the need of all C rows
+  FLOPs    by XLA's cost model, over 18 C H F, the need of all C rows
   GB       bytes accessed, by the same model
   temp MB  temporaries at their peak
   rows, gathers, scatters, sorts, kernels, copies, ragged, others

@@ -30,7 +30,7 @@ _GPUS = {"h100": H100, "b200": ("NVIDIA B200", 148, "10.0")}
 TPUS = (*_TPUS,)
 GPUS = tuple(f"{gpu}x{n}" for gpu in _GPUS for n in (4, 8))
 
-# A GPU for XLA. The sizes are those of an H100.
+# Describes a GPU to XLA, with the sizes of an H100.
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024

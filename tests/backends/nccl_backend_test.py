@@ -199,7 +199,7 @@ def test_other_communicators_are_refused(monkeypatch):
 def test_the_library_fits_the_plugin_of_jax(
   tmp_path, monkeypatch, plugins, wheels, found
 ):
-  """Of two wheels, for CUDA 12 and 13, ep uses the one for JAX's plugin."""
+  """With wheels for CUDA 12 and 13, ep uses the wheel for JAX's plugin."""
   for version in plugins:
     (tmp_path / f"jax_cuda{version}_plugin").mkdir()
     monkeypatch.delitem(sys.modules, f"jax_cuda{version}_plugin", False)

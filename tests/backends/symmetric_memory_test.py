@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import targets
+from ep._src.backends.xla import device_kernels
 from gpu_compiler import needs_compiler
 
-FLAGS = (
-  "--xla_gpu_experimental_ragged_all_to_all_use_device_kernel=true"
-  " --xla_enable_nccl_symmetric_buffers_for_collectives=raggedalltoall"
+FLAGS = " ".join(
+  f"{name}={value}" for name, (value, _) in device_kernels._FLAGS.items()
 )
 
 

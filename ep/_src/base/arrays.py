@@ -79,6 +79,11 @@ def iota(n: int) -> jax.Array:
   return jnp.arange(n, dtype=jnp.int32)
 
 
+def expanded(x: jax.Array, ndim: int) -> jax.Array:
+  """Returns `x` with axes of size 1 appended, so that it has `ndim` axes."""
+  return x.reshape(*x.shape, *[1] * (ndim - x.ndim))
+
+
 def dtype(what: str, name: str, value: Any) -> np.dtype:
   """Returns a dtype; raises `TypeError` unless `value` names one."""
   try:

@@ -6,6 +6,8 @@ The value of each context is part of the key of `jax.jit`'s caches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent import futures
 import contextlib
 import os
 
@@ -70,3 +72,15 @@ in_trace = jax.make_user_context(
 # `EpHandle`. f returns `leaves`. A program that uses a returned leaf also runs
 # the effects of f.
 trace_callback = jax.make_user_context(default_value=None)
+
+
+def failure_outside(fn: Callable[[], object]) -> str | None:
+  """Calls `fn` in another thread, which has none of JAX's contexts.
+
+  Returns the first line of the error that `fn` raises, or None.
+  """
+  with futures.ThreadPoolExecutor(1) as pool:
+    error = pool.submit(fn).exception()
+  if error is None:
+    return None
+  return f"{type(error).__name__}: {error}".partition("\n")[0]

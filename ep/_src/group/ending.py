@@ -37,7 +37,7 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
   groups = [group for group in groups if meshes.has_devices(group.mesh)]
   results: list[jax.Array] = []
   firsts = (group.mesh.devices.flat[0] for group in groups)
-  # Of a topology that JAX only compiles for, no device is local.
+  # A topology that JAX only compiles for has no local device.
   for platform in {d.platform for d in firsts if d.client.local_devices()}:
     devices = np.array(jax.local_devices(backend=platform))
     with jax.set_mesh(Mesh(devices, "device")):  # overrides the user's mesh

@@ -388,8 +388,7 @@ def _take(
     return rows.at[k.clip(0) // (size.size // len(rows)), row].get(mode="clip")
 
   def put(k: jax.Array, x: jax.Array, otherwise: jax.Array) -> jax.Array:
-    is_written = (k >= 0).reshape(-1, *[1] * (x.ndim - 1))
-    return jnp.where(is_written, x, otherwise)
+    return jnp.where(arrays.expanded(k >= 0, x.ndim), x, otherwise)
 
   last = before(size.size)
   result = put(last, of(last), output)

@@ -117,10 +117,8 @@ def _products(
   n = matrices[0].shape[2 - axis]
   matrices = [w.astype(dtype) for w in matrices]
 
-  num_matrices = len(matrices)
-
   def vmem(height: int, tk: int, tn: int) -> int:
-    blocks = len(lefts) * height * tk + num_matrices * tk * tn
+    blocks = len(lefts) * height * tk + len(matrices) * tk * tn
     sums = num_outs * height * tn
     return 2 * dtype.itemsize * (blocks + sums) + 4 * sums
 
@@ -128,7 +126,7 @@ def _products(
     del tk
     num_visits = pl.cdiv(num_rows, height) + len(sizes)
     read = len(lefts) * num_rows * k * pl.cdiv(n, tn)
-    read += num_matrices * k * n * num_visits
+    read += len(matrices) * k * n * num_visits
     return dtype.itemsize * (read + num_outs * num_rows * n)
 
   height, tk, tn = _tile((num_rows, k, n), vmem, traffic)

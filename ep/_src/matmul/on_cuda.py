@@ -16,7 +16,6 @@ conditions, or else over all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent import futures
 import functools
 import logging
 import types
@@ -25,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ep._src.base import contexts
 from ep._src.matmul import by_ragged_dot, by_static_tiles
 
 _logger = logging.getLogger("ep")
@@ -160,13 +160,11 @@ def _why_not(device: Any, run: Callable[..., Any], *types: Any) -> str | None:
   """Compiles `run` for a device; returns why this fails, or None."""
   sharding = jax.sharding.SingleDeviceSharding(device)
   operands = [jax.ShapeDtypeStruct(*t, sharding=sharding) for t in types]
-  # Compile in another thread, without JAX's contexts of the current lowering.
-  with futures.ThreadPoolExecutor(1) as pool:
-    compiled = pool.submit(lambda: jax.jit(run).lower(*operands).compile())
-    error = compiled.exception()
-  if error is None:
+  reason = contexts.failure_outside(
+    lambda: jax.jit(run).lower(*operands).compile()
+  )
+  if reason is None:
     return None
-  reason = f"{type(error).__name__}: {error}".partition("\n")[0]
   return f"JAX {jax.__version__} does not compile the kernels: {reason}"
 
 

@@ -9,7 +9,6 @@ tpu_row_map.py, if this JAX lowers it, or else over all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent import futures
 import functools
 import logging
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ep._src.base import contexts
 from ep._src.matmul import by_ragged_dot
 
 _logger = logging.getLogger("ep")
@@ -79,16 +79,11 @@ def _obstacle(fn: Callable[..., Any], types: Sequence[Any]) -> str | None:
   arrays = [jax.ShapeDtypeStruct(*t) for t in types]
   num_used = jax.ShapeDtypeStruct((), jnp.int32)
   run = jax.jit(lambda num_used, *arrays: _kernel()(fn, num_used, arrays))
-
-  def lower() -> None:
-    run.trace(num_used, *arrays).lower(lowering_platforms=("tpu",))
-
-  # Lower in another thread, without JAX's contexts of the current lowering.
-  with futures.ThreadPoolExecutor(1) as pool:
-    error = pool.submit(lower).exception()
-  if error is None:
+  reason = contexts.failure_outside(
+    lambda: run.trace(num_used, *arrays).lower(lowering_platforms=("tpu",))
+  )
+  if reason is None:
     return None
-  reason = f"{type(error).__name__}: {error}".partition("\n")[0]
   return f"JAX {jax.__version__} does not lower the kernel: {reason}"
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ep._src.base import compat, primitive
-from ep._src.base.arrays import iota
+from ep._src.base.arrays import expanded, iota
 from ep._src.native import ffi
 
 # The value of rows after the last slab, where XLA must write these rows.
@@ -54,8 +54,7 @@ def write(
   rows = _retyped(rows, buffer.dtype)
   if inside is not None:
     before = slice_rows(buffer, start, rows.shape[0])
-    inside = inside.reshape(-1, *[1] * (rows.ndim - 1))
-    rows = jnp.where(inside, rows, before)
+    rows = jnp.where(expanded(inside, rows.ndim), rows, before)
   return lax.dynamic_update_slice_in_dim(
     buffer, rows, start, 0, allow_negative_indices=False
   )
@@ -88,7 +87,7 @@ def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
   if tail == "unspecified":
     return rows
   used = iota(rows.shape[0]) < num_used
-  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, TAILS[tail])
+  return jnp.where(expanded(used, rows.ndim), rows, TAILS[tail])
 
 
 class Reader:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.xla import padded
-from ep._src.backends.xla.plans import Dims, div, Plan, Slices, take
-from ep._src.base.arrays import iota
+from ep._src.backends.xla.plans import Dims, Plan, Slices, sources, take
+from ep._src.base.arrays import expanded, iota
 
 # A function that sends rows to slots, or back to choices.
 _Send = Callable[..., list[jax.Array]]
@@ -38,9 +38,8 @@ def to_slots(
   and sizes are clipped, so a wrong plan cannot access memory out of bounds.
   """
   send = _choose(dims, padded.to_slots, _ragged_to_slots)
-  sequences = div(plan.order, dims.K), *[plan.order] * len(weights)
-  arrays = tokens, *(x.reshape(-1) for x in weights)
-  return send(dims, plan, is_sound, *sequences, *arrays)
+  words = (x.reshape(-1) for x in weights)
+  return send(dims, plan, is_sound, tokens, *words)
 
 
 def to_choices(
@@ -74,14 +73,14 @@ def _choose(dims: Dims, on_cpu: _Send, otherwise: _Send) -> _Send:
 
 
 def _ragged_to_slots(
-  dims: Dims, plan: Plan, is_sound: jax.Array, *operands: jax.Array
+  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
 ) -> list[jax.Array]:
-  n = len(operands) // 2
   outs = []
-  for sequence, x in zip(operands[:n], operands[n:], strict=True):
+  indices = sources(dims, plan, len(arrays))
+  for x, index in zip(arrays, indices, strict=True):
     x = padded.sound(is_sound, x)
     unsent = _unsent(dims, plan, is_sound, x)
-    rows = take(x, sequence)
+    rows = take(x, index)
     outs.append(_send(dims, rows, unsent, plan.choices, plan.slots))
   rows, *weights = outs
   return [rows, *(padded.sound(is_sound, w) for w in weights)]
@@ -97,7 +96,7 @@ def _ragged_to_choices(
     received = _send(dims, x, unsent, plan.slots, plan.choices)
     rows = take(received, place.reshape(-1))
     rows = rows.reshape(*place.shape, *x.shape[1:])
-    is_sent = padded.expanded(place < place.size, rows.ndim)
+    is_sent = expanded(place < place.size, rows.ndim)
     rows = jnp.where(is_sent, rows, jnp.zeros_like(rows))
     outs.append(padded.sound(is_sound, rows))
   return outs
@@ -139,7 +138,7 @@ def _unsent(
   slots = jnp.broadcast_to(zero, (dims.C, *x.shape[1:]))
   if dims.tail != "nan":
     return slots
-  is_tail = padded.expanded(iota(dims.C) >= plan.used, slots.ndim)
+  is_tail = expanded(iota(dims.C) >= plan.used, slots.ndim)
   return jnp.where(is_tail, padded.nan(slots.dtype), slots)
 
 

@@ -20,26 +20,24 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
 
-from ep._src.backends.xla.plans import Dims, div, Plan, take
+from ep._src.backends.xla.plans import Dims, div, Plan, sources, take
 from ep._src.base.arrays import iota
 
 
 def to_slots(
-  dims: Dims, plan: Plan, is_sound: jax.Array, *operands: jax.Array
+  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
 ) -> list[jax.Array]:
-  """Sends rows to slots [C].
+  """Sends rows to slots [C], from arrays as in `plans.sources`.
 
-  The operands are the index of each sorted choice in each array, then the
-  arrays. All results of a rank where `is_sound` is False are NaN.
+  All results of a rank where `is_sound` is False are NaN.
   """
-  n = len(operands) // 2
   sent = plan.choices.start[:: dims.L, None] + iota(_bucket(dims))
-  at = [take(x, sent.reshape(-1)) for x in operands[:n]]
+  at = [take(x, sent.reshape(-1)) for x in sources(dims, plan, len(arrays))]
   filler = jnp.zeros(dims.C, bool)
   if dims.tail == "nan":
     filler = iota(dims.C) >= plan.used
   codes = _codes_of_slots(dims, plan)
-  return _exchange(dims, is_sound, at, operands[n:], codes, filler)
+  return _exchange(dims, is_sound, at, arrays, codes, filler)
 
 
 def to_choices(
@@ -156,11 +154,6 @@ def nan(dtype: DTypeLike) -> jax.Array:
   if jnp.issubdtype(dtype, jnp.floating):
     return jnp.array(jnp.nan, dtype)
   return jnp.array(jnp.iinfo(dtype).max, dtype)
-
-
-def expanded(x: jax.Array, ndim: int) -> jax.Array:
-  """Returns `x` with axes of size 1 appended, so that it has `ndim` axes."""
-  return x.reshape(*x.shape, *[1] * (ndim - x.ndim))
 
 
 def _words(array: jax.Array, unit: str) -> jax.Array:

@@ -216,6 +216,14 @@ def digest(words: jax.Array) -> jax.Array:
   return _sum((words ^ lax.shift_right_logical(words, np.int32(16))) * factors)
 
 
+def sources(dims: Dims, plan: Plan, num: int) -> list[jax.Array]:
+  """Returns the index of each sorted choice in each of `num` arrays.
+
+  The first array has a row for each token, and the others one for each choice.
+  """
+  return [div(plan.order, dims.K)] + [plan.order] * (num - 1)
+
+
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
   """Returns `x[index]`, with indices clipped to the valid range."""
   return x.at[index].get(mode="clip", wrap_negative_indices=False)

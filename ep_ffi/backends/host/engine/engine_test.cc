@@ -213,7 +213,7 @@ TEST(OutcomesTest, AClosingProcessReportsARunThatLackedAnotherProcess) {
   EXPECT_EQ("2 closed", outcomes.LeavingReason());
 }
 
-// Of three ranks, process 1 has ranks 1 and 2. Rank 1 waits for rank 0 in an
+// Process 1 has ranks 1 and 2 of three ranks. Rank 1 waits for rank 0 in an
 // exchange, and rank 2 has run no op yet.
 class ProgressTest : public ::testing::Test {
  protected:
