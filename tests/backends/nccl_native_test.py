@@ -5,6 +5,7 @@ from concurrent import futures
 import ctypes
 import math
 import os
+import pathlib
 import shutil
 
 import pytest
@@ -112,12 +113,16 @@ def test_a_larger_group_replaces_one_of_the_same_name():
       close(names)
 
 
-def error_in_a_new_process(libraries, *files):
-  """Loads `files` in a new process; returns the error of `new_nccl_id`."""
+def error_in_a_new_process(libraries, *files, private=""):
+  """Loads `files` in a new process; returns the error of `new_nccl_id`.
+
+  Loads the file `private` outside of the process's global scope.
+  """
   program = """
 import ctypes, sys
 from ep._src.native import ffi
-nccl, nccl_ep, *files = sys.argv[1:]
+nccl, nccl_ep, private, *files = sys.argv[1:]
+private = private and ctypes.CDLL(private)
 for file in files:
   ctypes.CDLL(file, ctypes.RTLD_GLOBAL)
 try:
@@ -125,7 +130,7 @@ try:
 except ffi.NativeError as e:
   print(e)
 """
-  code, output = programs.run("-c", program, *libraries, *files)
+  code, output = programs.run("-c", program, *libraries, private, *files)
   assert code == 0, output
   return output
 
@@ -137,6 +142,35 @@ def test_two_nccls_are_refused(tmp_path):
     shutil.copy(os.environ["FAKE_NCCL"], file)
   message = error_in_a_new_process(["", ""], *files)
   for word in ["2 NCCLs", *map(str, files)]:
+    assert word in message
+
+
+def copy_of_the_fake(folder, soname=b"libnccl_ep.so.0"):
+  folder.mkdir()
+  contents = pathlib.Path(os.environ["FAKE_NCCL"]).read_bytes()
+  file = folder / "libnccl_ep.so"
+  file.write_bytes(contents.replace(b"libnccl_ep.so.0", soname))
+  return file
+
+
+def test_a_neighbour_may_load_another_nccl_ep(tmp_path):
+  """TransformerEngine loads another file with the same SONAME privately."""
+  ours, theirs = (copy_of_the_fake(tmp_path / name) for name in ("a", "b"))
+  assert not error_in_a_new_process(["", ours], ours, private=theirs)
+
+
+def test_another_nccl_ep_in_the_global_scope_is_refused(tmp_path):
+  """The functions of `ours` would call functions of `theirs`."""
+  ours, theirs = (copy_of_the_fake(tmp_path / name) for name in ("a", "b"))
+  message = error_in_a_new_process(["", ours], theirs)
+  for word in ["ncclEp", str(ours), str(theirs), "RTLD_GLOBAL"]:
+    assert word in message
+
+
+def test_another_soname_of_nccl_ep_is_refused(tmp_path):
+  other = copy_of_the_fake(tmp_path / "a", b"libnccl_ep.so.1")
+  message = error_in_a_new_process(["", other], other)
+  for word in [f"{other} is libnccl_ep.so.1", "nccl-extensions==0.1.0"]:
     assert word in message
 
 

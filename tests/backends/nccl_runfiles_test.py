@@ -49,7 +49,10 @@ def test_nvcc_compiles_the_sources_of_nccl_ep(monkeypatch, tmp_path):
     "libnccl_ep.so",
   ]
   installation._prepare.cache_clear()
-  monkeypatch.setenv("NCCL_EP_JIT_SOURCE_DIR", str(tmp_path))
+  (tmp_path / "nccl_ep").mkdir()
+  header = shipped_files.in_runfiles(f"ep_nccl{CUDA}/include/nccl_ep.h")
+  (tmp_path / header.name).symlink_to(header)
+  monkeypatch.setenv("NCCL_EP_JIT_SOURCE_DIR", str(tmp_path / "nccl_ep"))
   with pytest.raises(RuntimeError, match="ht_ep.cuh"):
     installation.prepare(HOPPER)
 

@@ -7,25 +7,16 @@
 #include <cstring>
 #include <set>
 
+#include "ep_ffi/backends/nccl/limits.h"
+
 namespace ep::nccl {
 namespace {
 
-// The supported versions of NCCL and NCCL EP.
-//
-// Our structs and limits match NCCL EP 0.2.0. In a later version, for example,
-// the order of rows is fixed only if NCCL_EP_HT_EM_AG_SCAN_MODE is 1.
-//
-// NCCL EP 0.2.0 works with NCCL 2.30.7 only. NCCL EP passes ncclDevComm by
-// value in the layout of the headers of its build, but compiles its kernels
-// with the installed headers. From NCCL 2.31 on the struct is larger, which
-// shifts the arguments after it. With an NCCL before 2.30.7, ncclEpCreateGroup
-// terminates the process.
-constexpr int kNccl = 23007;
-constexpr int kNcclEp = 200;
-
-std::string VersionText(int code) {
-  return StrCat(code / 10000, ".", code / 100 % 100, ".", code % 100);
-}
+// The SONAME of the NCCL EP that matches our structs and limits. The module
+// installation.py checks the sizes of the structs. ncclEpGetVersion is no proof,
+// because API 3 also has the version 0.2.0. In a later API, for example, the
+// order of rows is fixed only if NCCL_EP_HT_EM_AG_SCAN_MODE is 1.
+constexpr char kNcclEp[] = "libnccl_ep.so.0";
 
 // Returns the paths of all NCCL libraries in the process.
 std::set<std::string> LoadedNccls() {
@@ -48,48 +39,80 @@ std::set<std::string> LoadedNccls() {
 #define EP_STRING(text) #text
 #define EP_SYMBOL(function) EP_STRING(function)
 
-// Opens a library: the library `soname` that the process has loaded, otherwise
-// the file `path`, otherwise `soname` on the system's search path. Never closes
-// a library, because NCCL and NCCL EP leave threads and kernels behind.
-Status Open(const char* soname, const std::string& path, void** out) {
-  *out = dlopen(soname, RTLD_NOW | RTLD_NOLOAD);
-  if (!*out && !path.empty()) *out = dlopen(path.c_str(), RTLD_NOW);
-  if (!*out && path.empty()) *out = dlopen(soname, RTLD_NOW);
-  if (*out) return Status();
-  return Status(Code::kFailedPrecondition,
-                StrCat("cannot load ", path.empty() ? soname : path.c_str(),
-                       ": ", dlerror(),
-                       "; install the packages that docs/gpu.md lists, or say "
-                       "where they are"));
+// Returns the path of the library that defines a function.
+std::string FileOf(const void* function) {
+  Dl_info info;
+  return dladdr(function, &info) ? info.dli_fname : "the program";
 }
 
-// A lookup of functions in one library, which the first lookup loads.
+// Returns the SONAME of an open library.
+std::string SonameOf(void* library) {
+  const link_map* map = nullptr;
+  if (dlinfo(library, RTLD_DI_LINKMAP, &map) != 0) return "";
+  const char* strings = "";
+  size_t offset = 0;
+  for (const ElfW(Dyn)* entry = map->l_ld; entry->d_tag != DT_NULL; ++entry) {
+    if (entry->d_tag == DT_STRTAB) {
+      strings = reinterpret_cast<const char*>(entry->d_un.d_ptr);
+    }
+    if (entry->d_tag == DT_SONAME) offset = entry->d_un.d_val;
+  }
+  return strings + offset;
+}
+
+// A lookup of functions in one library, which the first lookup opens. Never
+// closes a library, because NCCL and NCCL EP leave threads and kernels behind.
+//
+// The functions of a library with a path come only from this library. NCCL EP
+// itself calls the NCCL functions, and functions of its own, that are first in
+// the process's global scope. So no other library there may define them.
 class Symbols {
  public:
+  // If `path` is empty, looks in the global scope, then opens `soname`.
   Symbols(const char* soname, const std::string& path)
       : soname_(soname), path_(path) {}
 
   template <typename Function>
   void Find(const char* name, Function* out) {
-    // In a test, the program itself defines the functions.
-    void* symbol = dlsym(RTLD_DEFAULT, name);
-    if (!symbol && status_.ok() && !library_) {
-      status_ = Open(soname_, path_, &library_);
+    void* const global = dlsym(RTLD_DEFAULT, name);
+    void* symbol = path_.empty() ? global : nullptr;
+    if (!symbol && status_.ok()) {
+      if (!library_) Open();
+      if (library_) symbol = dlsym(library_, name);
     }
-    if (!symbol && library_) symbol = dlsym(library_, name);
     if (!symbol && status_.ok()) {
       status_ = Status(Code::kFailedPrecondition,
                        StrCat(soname_, " has no ", name,
                               "; it is too old, docs/gpu.md lists the "
                               "versions that work"));
     }
+    if (global && symbol && global != symbol) {
+      status_ =
+          Status(Code::kFailedPrecondition,
+                 StrCat("this process has ", name, " of ", FileOf(global),
+                        " in its global scope, which hides ", FileOf(symbol),
+                        "; load the first library without RTLD_GLOBAL or "
+                        "LD_PRELOAD, or in another process"));
+    }
     *out = reinterpret_cast<Function>(symbol);
   }
 
   // Returns an error if Find has not found a function.
   const Status& status() const { return status_; }
+  // Returns the library, or null if the global scope defines all functions.
+  void* library() const { return library_; }
 
  private:
+  void Open() {
+    const char* const file = path_.empty() ? soname_ : path_.c_str();
+    library_ = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+    if (library_) return;
+    status_ = Status(Code::kFailedPrecondition,
+                     StrCat("cannot load ", file, ": ", dlerror(),
+                            "; install the packages that docs/gpu.md lists, "
+                            "or say where they are"));
+  }
+
   const char* const soname_;
   const std::string path_;
   void* library_ = nullptr;
@@ -107,36 +130,28 @@ Status Libraries::Load(const std::string& nccl, const std::string& nccl_ep,
     if (!symbols.status().ok()) return symbols.status();
   }
   {
-    Symbols symbols("libnccl.so.2", nccl);
+    constexpr char kNccl[] = "libnccl.so.2";
+    const bool is_loaded = dlopen(kNccl, RTLD_NOW | RTLD_NOLOAD);
+    Symbols symbols(kNccl, is_loaded ? kNccl : nccl);
     EP_NCCL_FUNCTIONS(EP_FIND)
     if (!symbols.status().ok()) return symbols.status();
   }
-  int version = 0;
-  Status status = out->Check(out->ncclGetVersion(&version), "ncclGetVersion");
-  if (!status.ok()) return status;
-  if (version != kNccl) {
-    return Status(
-        Code::kFailedPrecondition,
-        StrCat(
-            "NCCL is ", VersionText(version), ", but NCCL EP ",
-            VersionText(kNcclEp), " needs ", VersionText(kNccl),
-            ", neither an older nor a newer one; install nvidia-nccl of this "
-            "version where JAX finds it, see docs/gpu.md"));
-  }
+  EP_RETURN_IF_ERROR(
+      out->Check(out->ncclGetVersion(&out->nccl_version), "ncclGetVersion"));
+  EP_RETURN_IF_ERROR(CheckNccl(out->nccl_version));
   {
-    Symbols symbols("libnccl_ep.so", nccl_ep);
+    Symbols symbols(kNcclEp, nccl_ep);
     EP_NCCL_EP_FUNCTIONS(EP_FIND)
     if (!symbols.status().ok()) return symbols.status();
+    void* const library = symbols.library();
+    if (library && SonameOf(library) != kNcclEp) {
+      return Status(
+          Code::kFailedPrecondition,
+          StrCat(nccl_ep, " is ", SonameOf(library), ", but ", kNcclEp,
+                 " is needed; install nccl-extensions==0.1.0"));
+    }
   }
 #undef EP_FIND
-  status = out->Check(out->ncclEpGetVersion(&version), "ncclEpGetVersion");
-  if (!status.ok()) return status;
-  if (version != kNcclEp) {
-    return Status(Code::kFailedPrecondition,
-                  StrCat("NCCL EP is ", VersionText(version), ", but ",
-                         VersionText(kNcclEp),
-                         " is needed; install nccl-extensions==0.1.0"));
-  }
   const std::set<std::string> nccls = LoadedNccls();
   if (nccls.size() > 1) {
     std::string files;

@@ -49,7 +49,6 @@ namespace ep::nccl {
   F(ncclEpCombine)              \
   F(ncclEpCreateGroup)          \
   F(ncclEpDispatch)             \
-  F(ncclEpGetVersion)           \
   F(ncclEpGroupDestroy)         \
   F(ncclEpHandleDestroy)        \
   F(ncclEpHandleMemSize)        \
@@ -66,9 +65,11 @@ struct Libraries {
   EP_NCCL_FUNCTIONS(EP_MEMBER)
   EP_NCCL_EP_FUNCTIONS(EP_MEMBER)
 #undef EP_MEMBER
+  int nccl_version;
 
-  // Finds all functions, and checks the versions. `nccl` and `nccl_ep` are the
-  // paths of libraries that the process has not loaded; if a path is empty, the
+  // Finds all functions, and checks the libraries. `nccl` is the path of NCCL
+  // if the process has loaded none. `nccl_ep` is the path of NCCL EP. If a path
+  // is empty, the process may define the functions, as in tests; otherwise the
   // system's search path decides.
   static Status Load(const std::string& nccl, const std::string& nccl_ep,
                      Libraries* out);

@@ -93,7 +93,21 @@ Status Refuse(const Parts&... parts) {
   return Status(Code::kInvalidArgument, StrCat(parts..., " (NCCL EP's limit)"));
 }
 
+std::string VersionText(int code) {
+  return StrCat(code / 10000, ".", code / 100 % 100, ".", code % 100);
+}
+
 }  // namespace
+
+Status CheckNccl(int version) {
+  if (version >= kOldestNccl && version <= kNewestNccl) return Status();
+  return Status(
+      Code::kFailedPrecondition,
+      StrCat("NCCL is ", VersionText(version), ", but NCCL EP works with ",
+             VersionText(kOldestNccl), " to ", VersionText(kNewestNccl),
+             "; install one of these versions of nvidia-nccl where JAX finds "
+             "it, see docs/gpu.md"));
+}
 
 Status CheckSizes(const Sizes& s) {
   if (s.ep_size < 2) {
@@ -135,6 +149,13 @@ Status CheckMachine(const Sizes& s, const Machine& m) {
     return Refuse(
         "NCCL's device API does not work on this machine; it needs GPUs that "
         "map each other's memory, which NCCL_CUMEM_ENABLE=0 forbids");
+  }
+  if (m.nvlink_ranks < s.ep_size && m.nccl_version != kOldestNccl) {
+    return Refuse(
+        "NVLink connects only ", m.nvlink_ranks, " of the ", s.ep_size,
+        " ranks of an EP domain, and the others need NCCL ",
+        VersionText(kOldestNccl), ", but NCCL is ", VersionText(m.nccl_version),
+        "; install nvidia-nccl of this version where JAX finds it");
   }
   const int64_t experts = s.num_local() * m.nvlink_ranks;
   if (experts % kExpertMultiple != 0) {

@@ -15,6 +15,15 @@
 
 namespace ep::nccl {
 
+// The supported versions of NCCL, as ncclGetVersion returns them.
+//
+// NCCL EP was built with the headers of 2.30.7, and compiles its kernels with
+// the same headers. A newer NCCL writes ncclDevComm in the layout of its
+// caller's headers, but network structs in its latest layout. With an older
+// NCCL, ncclEpCreateGroup terminates the process.
+inline constexpr int kOldestNccl = 23007;  // ran on one H100
+inline constexpr int kNewestNccl = 23203;  // not yet run; nor was 2.31.2
+
 struct Sizes {
   int64_t num_experts;
   int64_t ep_size;
@@ -34,9 +43,11 @@ struct Machine {
   int64_t nvlink_ranks;  // ranks of the EP domain in each NVLink domain
   int64_t shared_bytes;  // limit of a thread block's shared memory
   int64_t free_bytes;    // free memory of the GPU
+  int nccl_version;
 };
 
 // Return an error that names the limit if the arguments exceed a limit.
+Status CheckNccl(int version);
 Status CheckSizes(const Sizes& sizes);
 Status CheckMachine(const Sizes& sizes, const Machine& machine);
 Status CheckLayer(const Sizes& sizes, const Layer& layer, int64_t num_tokens);

@@ -84,13 +84,15 @@ TEST(CreateTest, LibrariesMachinesAndSizesBeyondTheLimitsAreRefused) {
     std::vector<std::string> words;
     std::function<void(Sizes*, fake::Machine*)> change;
   } cases[] = {
-      {{"NCCL is 2.30.6", "2.30.7, neither an older nor a newer one",
-        "docs/gpu.md"},
-       [](auto*, auto* m) { m->nccl_version = 23006; }},
-      {{"NCCL is 2.31.0"}, [](auto*, auto* m) { m->nccl_version = 23100; }},
-      {{"NCCL EP is 0.1.0", "0.2.0", "nccl-extensions==0.1.0"},
-       [](auto*, auto* m) { m->nccl_ep_version = 100; }},
-      {{"NCCL EP is 0.3.0"}, [](auto*, auto* m) { m->nccl_ep_version = 300; }},
+      {{"NCCL is 2.30.6", "2.30.7 to 2.32.3", "docs/gpu.md"},
+       [](auto*, auto* m) { m->nccl_version = kOldestNccl - 1; }},
+      {{"NCCL is 2.32.4"},
+       [](auto*, auto* m) { m->nccl_version = kNewestNccl + 1; }},
+      {{"only 2 of the 4 ranks", "need NCCL 2.30.7, but NCCL is 2.30.8",
+        kLimit},
+       [](auto*, auto* m) {
+         m->nvlink_ranks = 2, m->nccl_version = kOldestNccl + 1;
+       }},
       {{"compute capability 8", "Hopper"},
        [](auto*, auto* m) { m->compute_capability_major = 8; }},
       {{"invalid device ordinal"}, [](auto*, auto* m) { m->num_devices = 0; }},
@@ -139,7 +141,7 @@ TEST(CreateTest, LibrariesMachinesAndSizesBeyondTheLimitsAreRefused) {
 TEST(CreateTest, TheLargestSizesOfAMachineAreAccepted) {
   Sizes sizes = SizesFor(kDims);
   Machine suits = {/*device_api=*/true, sizes.ep_size, /*shared_bytes=*/232448,
-                   /*free_bytes=*/int64_t{1} << 40};
+                   /*free_bytes=*/int64_t{1} << 40, kOldestNccl};
   sizes.max_row_bytes = 76672;
   ExpectOk(CheckMachine(sizes, suits));
   sizes.max_row_bytes = 57984;
@@ -150,6 +152,11 @@ TEST(CreateTest, TheLargestSizesOfAMachineAreAccepted) {
   sizes.num_experts = sizes.ep_size * 256;
   sizes.capacity = (1 << 21) - 1;
   ExpectOk(CheckMachine(sizes, suits));
+}
+
+TEST_F(LimitsTest, RanksOfOneNvlinkDomainConnectWithANewerNccl) {
+  fake::TheMachine().nccl_version = kNewestNccl;
+  PrepareRandom(MakeDomain(kWorld), kDims);
 }
 
 TEST(CreateTest, MoreRowsThan32BitsCanCountAreRefused) {

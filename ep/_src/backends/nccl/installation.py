@@ -5,11 +5,16 @@ NCCL EP compiles each kernel at its first launch, with the compiler and headers
 that environment variables name. This module sets the missing variables to files
 of the Bazel runfiles or installed wheels. NCCL EP terminates the process if it
 cannot compile a kernel, so this module tries the compiler and headers before.
+
+Other libraries, such as TransformerEngine, have another NCCL EP and set the
+same variables. So the headers identify NCCL EP, and its library is the one that
+was installed with these headers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+import ctypes
 import functools
 import os
 import pathlib
@@ -25,26 +30,53 @@ import jax
 
 from ep._src.native import shipped_files
 
-# The NCCL_VERSION_CODE of the headers with which NCCL EP 0.2.0 was built. NCCL
-# EP's kernels need the same headers: see ep_ffi/backends/nccl/libraries.cc.
-_NCCL_VERSION = 23007
+# The NCCL_VERSION_CODE of the headers with which NCCL EP was built. NCCL EP's
+# kernels need the same headers, but NCCL may be newer: see CheckNccl in
+# ep_ffi/backends/nccl/limits.h.
+_NCCL_HEADERS = 23007
+
+# The size of each struct of NCCL EP in bytes. Two libraries have the version
+# 0.2.0: nccl-extensions 0.1.0 has API 2 and these sizes. TransformerEngine
+# 2.20.2 has API 3, whose ncclEpGroupConfig_t has 120 bytes.
+_NCCL_EP_SIZES = {
+  "TENSOR": 48,
+  "TENSOR_ALLOC_CONFIG": 8,
+  "GROUP_CONFIG": 112,
+  "LAYOUT_INFO": 48,
+  "DISPATCH_INPUTS": 32,
+  "DISPATCH_OUTPUTS": 40,
+  "COMBINE_INPUTS": 32,
+  "COMBINE_OUTPUTS": 24,
+  "HANDLE_CONFIG": 16,
+  "DISPATCH_CONFIG": 24,
+  "COMBINE_CONFIG": 20,
+  "COMPLETE_CONFIG": 8,
+}
 
 # NCCL EP compiles all its kernels with this header and these flags.
 _PROBE = '#include "device/ht_ep.cuh"\n'
 _OPTIONS = ("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr")
 _TIMEOUT_S = 120
 
-_CACHE_VARIABLE = "NCCL_EP_JIT_CACHE_DIR"
+_SOURCES = "NCCL_EP_JIT_SOURCE_DIR"
+_NCCL_INCLUDE = "NCCL_EP_JIT_BUILD_INCLUDE_DIR"
+_CUDA_INCLUDE = "NCCL_EP_JIT_CUDA_INCLUDE_DIR"
+_CACHE = "NCCL_EP_JIT_CACHE_DIR"
+_SET_BY_OTHERS = (
+  " If another library, such as TransformerEngine, set the variable, use its"
+  " NCCL EP and ep in separate processes."
+)
 
 
 def prepare(device: jax.Device) -> tuple[str, str]:
   """Sets up NCCL EP for the CUDA version of a device's client.
 
   Returns:
-    Paths of libnccl and libnccl_ep, or "" for the system's.
+    Paths of libnccl, or "" for the system's, and of libnccl_ep.
 
   Raises:
-    RuntimeError: NCCL EP could not compile its kernels.
+    RuntimeError: this NCCL EP has another API, or could not compile its
+      kernels.
   """
   found = re.search(r"cuda (\d+)", device.client.platform_version)
   cuda = int(found[1]) // 1000 if found else 13
@@ -54,41 +86,47 @@ def prepare(device: jax.Device) -> tuple[str, str]:
 @functools.cache
 def _prepare(cuda: int, sm: str) -> tuple[str, str]:
   nvcc = find_nvcc(cuda)
-  os.environ["NCCL_EP_JIT_NVCC"] = str(nvcc)
-  sources = _default(
-    "NCCL_EP_JIT_SOURCE_DIR",
+  sources = _folder(
+    _SOURCES,
     _find(f"ep_nccl{cuda}/include/nccl_ep", ("nccl.ep", "include/nccl_ep")),
     "NCCL EP's headers",
     "nccl-extensions==0.1.0",
   )
-  nccl = _default(
-    "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
-    _find(f"ep_nccl{cuda}/include", ("nvidia.nccl", "include")),
+  _check_api(sources.parent / "nccl_ep.h")
+  nccl = _folder(
+    _NCCL_INCLUDE,
+    _find(
+      f"ep_nccl{cuda}/include",
+      (f"jax_ep_cuda{cuda}", "include"),
+      ("nvidia.nccl", "include"),
+    ),
     "NCCL's headers",
-    f"nvidia-nccl-cu{cuda}=={_text(_NCCL_VERSION)}",
+    f"jax-ep-cuda{cuda}",
   )
-  toolkit = _default(
-    "NCCL_EP_JIT_CUDA_INCLUDE_DIR",
+  toolkit = _folder(
+    _CUDA_INCLUDE,
     nvcc.parents[1] / "include",
     "CUDA's headers",
     "nvidia-cuda-runtime",
   )
-  _check_nccl_headers(nccl, cuda)
+  _check_nccl_headers(nccl / "nccl.h", cuda)
   folders = [
     *(sources.parent, sources, sources / "device"),
     *(nccl, nccl / "nccl_device"),
     *(toolkit, toolkit / "cccl"),
   ]
   _check_compiler(nvcc, folders, sm)
-  _check_cache()
+  cache = _check_cache()
+  libnccl_ep = _find_library(sources.parents[1], cuda)
+  os.environ["NCCL_EP_JIT_NVCC"] = str(nvcc)
+  os.environ[_SOURCES] = str(sources)
+  os.environ[_NCCL_INCLUDE] = str(nccl)
+  os.environ[_CUDA_INCLUDE] = str(toolkit)
+  os.environ[_CACHE] = str(cache)
   libnccl = _find(
     f"ep_nccl{cuda}/lib/libnccl.so.2", ("nvidia.nccl", "lib/libnccl.so.2")
   )
-  libnccl_ep = _find(
-    f"ep_nccl{cuda}/lib/cu{cuda}/libnccl_ep.so",
-    ("nccl.ep", f"lib/cu{cuda}/libnccl_ep.so"),
-  )
-  return str(libnccl or ""), str(libnccl_ep or "")
+  return str(libnccl or ""), str(libnccl_ep)
 
 
 def find_nvcc(cuda: int) -> pathlib.Path:
@@ -120,43 +158,75 @@ def _error(text: str) -> RuntimeError:
   return RuntimeError(f"ep_bootstrap: {text} See docs/gpu.md.")
 
 
-def _find(runfile: str, packaged: tuple[str, str]) -> pathlib.Path | None:
-  return shipped_files.in_runfiles(runfile) or shipped_files.in_package(
-    *packaged
-  )
+def _find(runfile: str, *packaged: tuple[str, str]) -> pathlib.Path | None:
+  """Returns the runfile, else the first file (package, path), else None."""
+  places = (shipped_files.in_package(*place) for place in packaged)
+  return shipped_files.in_runfiles(runfile) or next(filter(None, places), None)
 
 
-def _default(
+def _folder(
   variable: str, ours: pathlib.Path | None, what: str, package: str
 ) -> pathlib.Path:
-  """Sets `variable` to `ours` if it is unset; returns the variable's folder."""
-  folder = pathlib.Path(os.environ.get(variable) or ours or "")
+  """Returns the folder that `variable` names, or `ours` if it is unset."""
+  # os.environ does not have the variables that native code has set.
+  getenv = ctypes.CDLL(None).getenv
+  getenv.restype = ctypes.c_char_p
+  given: bytes | None = getenv(variable.encode())
+  folder = pathlib.Path(os.fsdecode(given or b"") or ours or "")
   if not (folder.name and folder.exists()):
     raise _error(
       f"NCCL EP compiles kernels with {what}, but they were not found"
       f"{f' in {folder}' if folder.name else ''}; install {package}, or set"
       f" {variable} to their folder."
     )
-  os.environ[variable] = str(folder)
   return folder
+
+
+def _check_api(header: pathlib.Path) -> None:
+  """Raises `RuntimeError` if NCCL EP's structs have other sizes than ours."""
+  text = header.read_text() if header.exists() else ""
+  # The last size of a struct is its current one.
+  found = re.findall(r"#define NCCL_EP_(\w+)_V\d+_SIZE (\d+)u", text)
+  sizes = {name: int(size) for name, size in found}
+  if sizes == _NCCL_EP_SIZES:
+    return
+  api = re.search(r"#define NCCL_EP_API_VERSION (\d+)", text)
+  others = dict(sizes.items() - _NCCL_EP_SIZES.items())
+  raise _error(
+    f"ep needs API 2 of NCCL EP, but {header} "
+    + (f"has API {api[1]}, with structs {others}" if api else "has none")
+    + f"; install nccl-extensions==0.1.0, and unset {_SOURCES}.{_SET_BY_OTHERS}"
+  )
+
+
+def _find_library(home: pathlib.Path, cuda: int) -> pathlib.Path:
+  """Returns the path of the library that was installed with the headers."""
+  for folder in (f"lib/cu{cuda}", "lib"):
+    for name in ("libnccl_ep.so", "libnccl_ep.so.0"):
+      if (path := home / folder / name).exists():
+        return path
+  raise _error(
+    f"NCCL EP's headers are in {home / 'include'}, but its library is neither"
+    f" in {home / 'lib'} nor in {home / f'lib/cu{cuda}'}; install"
+    f" nccl-extensions==0.1.0, and unset {_SOURCES}."
+  )
 
 
 def _text(version: int) -> str:
   return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def _check_nccl_headers(folder: pathlib.Path, cuda: int) -> None:
-  header = folder / "nccl.h"
+def _check_nccl_headers(header: pathlib.Path, cuda: int) -> None:
   text = header.read_text() if header.exists() else ""
   found = re.search(r"#define NCCL_VERSION_CODE (\d+)", text)
-  if found and int(found[1]) == _NCCL_VERSION:
+  if found and int(found[1]) == _NCCL_HEADERS:
     return
   version = f"of NCCL {_text(int(found[1]))}" if found else "not one of them"
   raise _error(
     "NCCL EP must compile its kernels with the headers of NCCL"
-    f" {_text(_NCCL_VERSION)}, but {header} is {version}; install"
-    f" nvidia-nccl-cu{cuda}=={_text(_NCCL_VERSION)}, or set"
-    " NCCL_EP_JIT_BUILD_INCLUDE_DIR to their folder."
+    f" {_text(_NCCL_HEADERS)}, but {header} is {version}; install"
+    f" jax-ep-cuda{cuda}, which has these headers, and unset {_NCCL_INCLUDE};"
+    f" or set it to their folder.{_SET_BY_OTHERS}"
   )
 
 
@@ -198,8 +268,8 @@ def _flags(variable: str) -> Sequence[str]:
   return shlex.split(os.environ.get(variable, ""))
 
 
-def _check_cache() -> None:
-  """Creates and checks the folder in which NCCL EP caches compiled kernels.
+def _check_cache() -> pathlib.Path:
+  """Creates, checks and returns the folder where NCCL EP caches kernels.
 
   The default folder is different for each host, because hosts may share home
   folders, and NCCL EP's locks and temporary names are unique only in a host.
@@ -211,7 +281,7 @@ def _check_cache() -> None:
   try:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     cache = pathlib.Path(
-      os.environ.get(_CACHE_VARIABLE)
+      os.environ.get(_CACHE)
       or pathlib.Path(home, "ep", "nccl_ep", platform.node())
     ).absolute()
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -219,9 +289,8 @@ def _check_cache() -> None:
   except (OSError, RuntimeError) as e:  # RuntimeError: there is no home folder
     raise _error(
       f"NCCL EP has no folder for the kernels that it compiles: {e}; set"
-      f" {_CACHE_VARIABLE} to one."
+      f" {_CACHE} to one."
     ) from e
-  os.environ[_CACHE_VARIABLE] = str(cache)
   _check_private(cache)
   failures = sorted(cache.glob("*/compile.failed"))
   if failures:
@@ -229,15 +298,15 @@ def _check_cache() -> None:
     raise _error(
       "NCCL EP has failed to compile kernels before. It does not try again,"
       " though the compiler works now, but terminates the process. Delete its"
-      f" records of the failures: {folders}. Or set {_CACHE_VARIABLE} to"
-      " another folder."
+      f" records of the failures: {folders}. Or set {_CACHE} to another folder."
     )
+  return cache
 
 
 def _check_private(cache: pathlib.Path) -> None:
   """Raises `RuntimeError` if another user, except root, can replace kernels."""
   what = f"NCCL EP loads and runs the kernels in {cache}, but"
-  cure = f"set {_CACHE_VARIABLE} to a private folder."
+  cure = f"set {_CACHE} to a private folder."
   folder = cache.resolve()
   links = [path for path in (cache, *cache.parents) if path.is_symlink()]
   for path in (*links, folder):

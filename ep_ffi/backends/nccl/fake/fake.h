@@ -35,7 +35,6 @@ struct Machine {
   int nvlink_ranks = 0;                 // per NVLink domain; 0: all ranks
   bool device_api = true;               // whether NCCL has a device API
   int nccl_version = 23007;
-  int nccl_ep_version = 200;
   // The longest time that a rank may wait for other ranks without a violation.
   double timeout_s = 30;
   // A function of this name returns an error code on `failing_device`.

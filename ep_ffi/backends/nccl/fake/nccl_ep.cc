@@ -89,11 +89,6 @@ void RequireHandle(Contract& contract, ncclEpHandle_t handle,
 
 extern "C" {
 
-ncclResult_t ncclEpGetVersion(int* version) {
-  *version = TheMachine().nccl_ep_version;
-  return ncclSuccess;
-}
-
 ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
                                const ncclEpGroupConfig_t* config) {
   Contract contract("ncclEpCreateGroup");
@@ -102,12 +97,15 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
                        "no such communicator")) {
     RequireContext(contract, comm->member->device());
   }
-  contract.Require(TheMachine().nccl_version == 23007,
-                   "NCCL EP's kernels are compiled for another NCCL");
   if (!RequireStruct(contract, "config", config)) return ncclInvalidArgument;
   Member& member = *comm->member;
   const int size = member.clique().size();
   const int nvlink_ranks = TheMachine().nvlink_ranks;
+  const int version = TheMachine().nccl_version;
+  contract.Require(version == 23007 || (version > 23007 && nvlink_ranks == 0),
+                   "NCCL ", version,
+                   " writes structs of the network that NCCL "
+                   "EP's kernels cannot read");
   contract.Require(TheMachine().device_api, "NCCL has no device API");
   RequireConfig(contract, *config, size,
                 nvlink_ranks > 0 ? nvlink_ranks : size);
