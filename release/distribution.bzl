@@ -27,6 +27,8 @@ def _distribution_impl(ctx):
     files["pyproject.toml"] = ctx.file.project
     for file in ctx.files.library:
         files["{}/{}".format(ctx.attr.package, file.basename)] = file
+    for file in ctx.files.headers:
+        files["{}/{}".format(ctx.attr.package, _path(file))] = file
     args = ctx.actions.args()
     args.add(ctx.attr.kind)
     args.add(folder.path)
@@ -50,6 +52,7 @@ _distribution = rule(
     implementation = _distribution_impl,
     attrs = {
         "cuda": attr.string(mandatory = True),
+        "headers": attr.label(),
         "kind": attr.string(mandatory = True),
         "library": attr.label(cfg = _with_cuda),
         "package": attr.string(mandatory = True),
@@ -73,6 +76,7 @@ def distribution(
         srcs,
         kind = "wheel",
         library = None,
+        headers = None,
         package = "ep",
         project = "pyproject.toml",
         glibc = "2_28",
@@ -88,6 +92,7 @@ def distribution(
       srcs: The sources, at their paths in the repository.
       kind: "wheel" or "sdist".
       library: The native library, for the folder of the package.
+      headers: The headers for the folder of the package, or None.
       package: The folder of the package.
       project: The project file, which may have placeholders.
       glibc: The oldest supported glibc, which manylinux_test checks.
@@ -99,6 +104,7 @@ def distribution(
         srcs = srcs,
         kind = kind,
         library = library,
+        headers = headers,
         package = package,
         project = project,
         cuda = cuda,

@@ -5,6 +5,7 @@ tools/release.py compares the files with our own version.
 """
 
 import pathlib
+import re
 import tomllib
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -17,6 +18,11 @@ def read(path: str) -> str:
 def pins(path: str) -> set[str]:
   """Returns the requirements in a file."""
   return {line for line in read(path).splitlines() if "==" in line}
+
+
+def version(code: str) -> str:
+  """Returns the version of an NCCL_VERSION_CODE."""
+  return f"{int(code) // 10000}.{int(code) // 100 % 100}.{int(code) % 100}"
 
 
 def main() -> None:
@@ -35,8 +41,15 @@ def main() -> None:
     built = pins(f"third_party/cuda/requirements_cuda{cuda}.in")
     required = tomllib.loads(template)["project"]["dependencies"]
     assert "jax-ep==@VERSION@" in required
-    nccl = {pin for pin in required if "nccl" in pin}
-    assert len(nccl) == 2 and nccl <= built, f"{nccl} are not in {built}"
+    assert "nccl-extensions==0.1.0" in {*required} & built
+    # NCCL may be newer than the headers with which NCCL EP was built.
+    limits = read("ep_ffi/backends/nccl/limits.h")
+    oldest, newest = (
+      version(re.search(rf"k{name}Nccl = (\d+);", limits)[1])
+      for name in ("Oldest", "Newest")
+    )
+    assert f"nvidia-nccl-cu{cuda}>={oldest},<={newest}" in required
+    assert f"nvidia-nccl-cu{cuda}=={oldest}" in built
 
 
 if __name__ == "__main__":
