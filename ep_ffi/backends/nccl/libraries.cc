@@ -13,9 +13,9 @@ namespace ep::nccl {
 namespace {
 
 // The SONAME of the NCCL EP that matches our structs and limits. The module
-// installation.py checks the sizes of the structs. ncclEpGetVersion is no proof,
-// because API 3 also has the version 0.2.0. In a later API, for example, the
-// order of rows is fixed only if NCCL_EP_HT_EM_AG_SCAN_MODE is 1.
+// installation.py checks the sizes of the structs. ncclEpGetVersion is no
+// proof, because API 3 also has the version 0.2.0. In a later API, for example,
+// the order of rows is fixed only if NCCL_EP_HT_EM_AG_SCAN_MODE is 1.
 constexpr char kNcclEp[] = "libnccl_ep.so.0";
 
 // Returns the paths of all NCCL libraries in the process.
@@ -39,12 +39,6 @@ std::set<std::string> LoadedNccls() {
 #define EP_STRING(text) #text
 #define EP_SYMBOL(function) EP_STRING(function)
 
-// Returns the path of the library that defines a function.
-std::string FileOf(const void* function) {
-  Dl_info info;
-  return dladdr(function, &info) ? info.dli_fname : "the program";
-}
-
 // Returns the SONAME of an open library.
 std::string SonameOf(void* library) {
   const link_map* map = nullptr;
@@ -64,8 +58,9 @@ std::string SonameOf(void* library) {
 // closes a library, because NCCL and NCCL EP leave threads and kernels behind.
 //
 // The functions of a library with a path come only from this library. NCCL EP
-// itself calls the NCCL functions, and functions of its own, that are first in
-// the process's global scope. So no other library there may define them.
+// itself, from its first instruction on, calls the functions of NCCL and NCCL
+// EP that are first in the process's global scope. So no other library there
+// may define them.
 class Symbols {
  public:
   // If `path` is empty, looks in the global scope, then opens `soname`.
@@ -75,26 +70,24 @@ class Symbols {
   template <typename Function>
   void Find(const char* name, Function* out) {
     void* const global = dlsym(RTLD_DEFAULT, name);
-    void* symbol = path_.empty() ? global : nullptr;
-    if (!symbol && status_.ok()) {
-      if (!library_) Open();
-      if (library_) symbol = dlsym(library_, name);
-    }
-    if (!symbol && status_.ok()) {
-      status_ = Status(Code::kFailedPrecondition,
-                       StrCat(soname_, " has no ", name,
-                              "; it is too old, docs/gpu.md lists the "
-                              "versions that work"));
-    }
-    if (global && symbol && global != symbol) {
-      status_ =
-          Status(Code::kFailedPrecondition,
-                 StrCat("this process has ", name, " of ", FileOf(global),
-                        " in its global scope, which hides ", FileOf(symbol),
-                        "; load the first library without RTLD_GLOBAL or "
-                        "LD_PRELOAD, or in another process"));
+    void* symbol = global;
+    if (!path_.empty() || !global) {
+      if (!library_) Open(/*must_be_loaded=*/global);
+      symbol = library_ ? dlsym(library_, name) : nullptr;
     }
     *out = reinterpret_cast<Function>(symbol);
+    if (!status_.ok()) return;
+    if (global && global != symbol) {
+      Dl_info info = {};
+      dladdr(global, &info);
+      Fail("this process has ", name, " of ", info.dli_fname,
+           " in its global scope, which hides ", path_,
+           "; load the first library without RTLD_GLOBAL and LD_PRELOAD, or in "
+           "another process");
+    } else if (!symbol) {
+      Fail(soname_, " has no ", name,
+           "; it is too old, docs/gpu.md lists the versions that work");
+    }
   }
 
   // Returns an error if Find has not found a function.
@@ -103,14 +96,19 @@ class Symbols {
   void* library() const { return library_; }
 
  private:
-  void Open() {
+  template <typename... Parts>
+  void Fail(const Parts&... parts) {
+    status_ = Status(Code::kFailedPrecondition, StrCat(parts...));
+  }
+
+  void Open(bool must_be_loaded) {
     const char* const file = path_.empty() ? soname_ : path_.c_str();
-    library_ = dlopen(file, RTLD_NOW | RTLD_LOCAL);
-    if (library_) return;
-    status_ = Status(Code::kFailedPrecondition,
-                     StrCat("cannot load ", file, ": ", dlerror(),
-                            "; install the packages that docs/gpu.md lists, "
-                            "or say where they are"));
+    library_ = dlopen(file, RTLD_NOW | (must_be_loaded ? RTLD_NOLOAD : 0));
+    if (!library_ && !must_be_loaded && status_.ok()) {
+      Fail("cannot load ", file, ": ", dlerror(),
+           "; install the packages that docs/gpu.md lists, or say where they "
+           "are");
+    }
   }
 
   const char* const soname_;
