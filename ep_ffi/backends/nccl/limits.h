@@ -19,8 +19,9 @@ namespace ep::nccl {
 //
 // NCCL EP was built with the headers of 2.30.7, and compiles its kernels with
 // the same headers. A newer NCCL writes ncclDevComm in the layout of its
-// caller's headers, but network structs in its latest layout. With an older
-// NCCL, ncclEpCreateGroup terminates the process.
+// caller's headers. Nobody has checked NCCL's structs for the network, so ranks
+// in several NVLink domains need 2.30.7. With an older NCCL, ncclEpCreateGroup
+// terminates the process.
 inline constexpr int kOldestNccl = 23007;  // ran on one H100
 inline constexpr int kNewestNccl = 23203;  // not yet run; nor was 2.31.2
 

@@ -104,7 +104,7 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
   const int version = TheMachine().nccl_version;
   contract.Require(version == 23007 || (version > 23007 && nvlink_ranks == 0),
                    "NCCL ", version,
-                   " writes structs of the network that NCCL "
+                   " may write structs for the network that NCCL "
                    "EP's kernels cannot read");
   contract.Require(TheMachine().device_api, "NCCL has no device API");
   RequireConfig(contract, *config, size,
