@@ -112,7 +112,7 @@ Status Communicator::Init(int32_t rank, const ncclUniqueId& id,
   machine.device_api = properties.deviceApiSupport;
   machine.nvlink_ranks = sizes_.ep_size / std::max(properties.nLsaTeams, 1);
   machine.shared_bytes = device_->shared_bytes();
-  machine.nccl_version = nccl.nccl_version;
+  machine.nccl_version = device_->libraries().nccl_version;
   EP_RETURN_IF_ERROR(device_->CountFreeBytes(&machine.free_bytes));
   EP_RETURN_IF_ERROR(CheckMachine(sizes_, machine));
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
