@@ -41,11 +41,16 @@ static_assert(offsetof(Api, find) == sizeof(XLA_FFI_Api));
 // A fake of XLA. A call's context is a pointer to this object.
 struct Xla {
   Extension other = {sizeof(Extension), 7, 0, 1, &collectives.base};
-  Collectives collectives = {
-      {sizeof(Collectives), 129, 0, 1, nullptr}, this, Request, Get};
+  Collectives collectives = {{sizeof(Collectives), 129, 0, 2, nullptr},
+                             this,
+                             Request,
+                             Get,
+                             RequestWindow,
+                             GetWindow};
   Api api = {};
   std::vector<Places> requested;
   int communicator = 0;
+  std::vector<Region> regions;  // of which windows were requested
   bool fails = false;
 
   Xla() {
@@ -69,20 +74,41 @@ struct Xla {
     };
   }
 
-  static XLA_FFI_Error* Request(const Collectives* self, Args* args) {
-    EXPECT_EQ(offsetof(Args, communicator), args->struct_size);
-    EXPECT_EQ(3, args->group_mode);
-    EXPECT_EQ(0, args->communication_id);
-    for (size_t i = 0; i < args->num_groups; ++i) {
-      const ReplicaGroup& group = args->groups[i];
-      Of(self).requested.push_back({group.ids, group.ids + group.size});
+  // Returns the clique's groups.
+  static std::vector<Places> Decode(const Clique& clique, size_t struct_size) {
+    EXPECT_EQ(struct_size, clique.struct_size);
+    EXPECT_EQ(3, clique.group_mode);
+    // XLA uses the ids from 0 on for its own collectives.
+    EXPECT_LT(1000, clique.communication_id);
+    std::vector<Places> groups;
+    for (size_t i = 0; i < clique.num_groups; ++i) {
+      const ReplicaGroup& group = clique.groups[i];
+      groups.push_back({group.ids, group.ids + group.size});
     }
+    return groups;
+  }
+  static XLA_FFI_Error* Request(const Collectives* self,
+                                CommunicatorRequest* args) {
+    Of(self).requested = Decode(args->clique, 48);
     return Of(self).Fail();
   }
-  static XLA_FFI_Error* Get(const Collectives* self, Args* args) {
-    EXPECT_EQ(sizeof(Args), args->struct_size);
-    EXPECT_EQ(Of(self).requested.size(), args->num_groups);
+  static XLA_FFI_Error* Get(const Collectives* self, CommunicatorGet* args) {
+    EXPECT_EQ(Of(self).requested, Decode(args->clique, 56));
     args->communicator = &Of(self).communicator;
+    return Of(self).Fail();
+  }
+  static XLA_FFI_Error* RequestWindow(const Collectives* self,
+                                      WindowRequest* args) {
+    EXPECT_EQ(Of(self).requested, Decode(args->clique, 64));
+    Of(self).regions = {args->regions, args->regions + args->num_regions};
+    return Of(self).Fail();
+  }
+  static XLA_FFI_Error* GetWindow(const Collectives* self, WindowGet* args) {
+    EXPECT_EQ(Of(self).requested, Decode(args->clique, 72));
+    for (const Region& region : Of(self).regions) {
+      if (region.buffer == args->buffer) args->window = self->state;
+    }
+    args->offset = 256;
     return Of(self).Fail();
   }
   static Xla& Of(const Collectives* self) {
@@ -151,16 +177,53 @@ TEST(BorrowedCommunicatorTest, RequestsAndFindsCommunicators) {
 
 TEST(BorrowedCommunicatorTest, AcceptsNewerMinorVersions) {
   Xla xla;
-  xla.collectives.base.minor_version = 3;
+  xla.collectives.base.minor_version = 7;
   xla.collectives.base.struct_size += 32;
   EXPECT_TRUE(RequestCommunicators(xla.context(), Pairs()).ok());
   EXPECT_EQ(2u, xla.requested.size());
+}
+
+TEST(BorrowedCommunicatorTest, RequestsAndFindsWindows) {
+  Xla xla;
+  const Domains domains = Pairs();
+  const std::vector<float> rows(6);
+  Window window;
+  ASSERT_TRUE(CheckWindows(xla.context()).ok());
+  ASSERT_TRUE(RequestCommunicators(xla.context(), domains).ok());
+  ASSERT_TRUE(RequestWindow(xla.context(), domains, rows.data(), 24).ok());
+  EXPECT_EQ(24u, xla.regions.at(0).num_bytes);
+  ASSERT_TRUE(FindWindow(xla.context(), domains, rows.data(), &window).ok());
+  EXPECT_EQ(&xla, window.handle);
+  EXPECT_EQ(256u, window.offset);
+}
+
+// jaxlib 0.11.2 lends communicators only, and older versions lend nothing.
+TEST(BorrowedCommunicatorTest, ExplainsThatThereAreNoWindows) {
+  for (bool is_older : {false, true}) {
+    Xla xla;
+    xla.collectives.base.minor_version = 1;
+    xla.collectives.base.struct_size = offsetof(Collectives, request_window);
+    if (is_older) xla.other.next = nullptr;
+    Window window;
+    ASSERT_TRUE(RequestCommunicators(xla.context(), Pairs()).ok());
+    for (const Status& status :
+         {CheckWindows(xla.context()),
+          RequestWindow(xla.context(), Pairs(), &xla, 8),
+          FindWindow(xla.context(), Pairs(), &xla, &window)}) {
+      testing::ExpectFailure(
+          {Code::kFailedPrecondition,
+           {"no windows", "jaxlib 0.12.0.1", "EP_NCCL_ZERO_COPY"}},
+          status);
+    }
+    EXPECT_TRUE(xla.regions.empty());
+  }
 }
 
 TEST(BorrowedCommunicatorTest, ExplainsAnUnknownVersion) {
   for (bool is_short : {false, true}) {
     Xla xla;
     xla.collectives.base.major_version = is_short ? 0 : 1;
+    xla.collectives.base.minor_version = 1;
     if (is_short) xla.collectives.base.struct_size = sizeof(Extension);
     void* communicator = nullptr;
     for (const Status& status :
@@ -195,9 +258,12 @@ TEST(BorrowedCommunicatorTest, PassesOnErrorsOfXla) {
   Xla xla;
   xla.fails = true;
   void* communicator = nullptr;
+  Window window;
   for (const Status& status :
        {RequestCommunicators(xla.context(), Pairs()),
-        FindCommunicator(xla.context(), Pairs(), &communicator)}) {
+        FindCommunicator(xla.context(), Pairs(), &communicator),
+        RequestWindow(xla.context(), Pairs(), &xla, 8),
+        FindWindow(xla.context(), Pairs(), &xla, &window)}) {
     testing::ExpectFailure({Code::kInternal, {": no clique"}}, status);
   }
   EXPECT_EQ(nullptr, communicator);
