@@ -25,6 +25,8 @@ XLA_FFI_Error* ep_dispatch(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ep_dispatch_bwd(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ep_combine(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ep_combine_bwd(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ep_request_scatter(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ep_request_gather(XLA_FFI_CallFrame*);
 }
 
 namespace ep {
@@ -51,6 +53,7 @@ struct Xla {
   std::vector<Places> requested;
   int communicator = 0;
   std::vector<Region> regions;  // of which windows were requested
+  OpState* state = nullptr;
   bool fails = false;
 
   Xla() {
@@ -62,6 +65,11 @@ struct Xla {
     };
     api.base.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) {
       delete args->error;
+    };
+    api.base.XLA_FFI_State_Get =
+        [](XLA_FFI_State_Get_Args* args) -> XLA_FFI_Error* {
+      args->state = reinterpret_cast<Xla*>(args->ctx)->state;
+      return nullptr;
     };
     api.find = [](FindExtensionArgs* args) -> XLA_FFI_Error* {
       EXPECT_EQ(sizeof(FindExtensionArgs), args->struct_size);
@@ -267,6 +275,66 @@ TEST(BorrowedCommunicatorTest, PassesOnErrorsOfXla) {
     testing::ExpectFailure({Code::kInternal, {": no clique"}}, status);
   }
   EXPECT_EQ(nullptr, communicator);
+}
+
+// Calls a handler of the Prepare stage with buffers of 2 x 3 floats.
+XLA_FFI_Error* CallPrepare(XLA_FFI_Handler* handler, Xla& xla,
+                           std::vector<void*> args, std::vector<void*> rets) {
+  int64_t dims[] = {2, 3};
+  std::vector<XLA_FFI_Buffer> buffers;
+  buffers.reserve(args.size() + rets.size());
+  for (std::vector<void*>* data : {&args, &rets}) {
+    for (void*& each : *data) {
+      buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr,
+                         XLA_FFI_DataType_F32, each, 2, dims});
+      each = &buffers.back();
+    }
+  }
+  std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
+  std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
+  XLA_FFI_CallFrame frame = {};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = xla.context().api;
+  frame.ctx = xla.context().context;
+  frame.stage = XLA_FFI_ExecutionStage_PREPARE;
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr,
+                static_cast<int64_t>(args.size()), arg_types.data(),
+                args.data()};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr,
+                static_cast<int64_t>(rets.size()), ret_types.data(),
+                rets.data()};
+  return handler(&frame);
+}
+
+TEST(RequestTest, WithZeroCopyMovesRequestAWindowOfTheirSlots) {
+  for (bool zero_copy : {false, true}) {
+    nccl::Sizes sizes = nccl::SizesFor(testing::kDims);
+    sizes.zero_copy = zero_copy;
+    std::vector<std::shared_ptr<nccl::NcclGroup>> groups;
+    nccl::Connect(sizes, /*timeout_s=*/10, /*first_device=*/0, &groups);
+    OpState state = {groups[0], MakeSite({}, "jit_step#0", 0, 0), Pairs()};
+    Xla xla;
+    xla.state = &state;
+    float slots, other;
+    const auto requested = [&] {
+      std::vector<const void*> buffers;
+      for (const Region& region : std::exchange(xla.regions, {})) {
+        EXPECT_EQ(24u, region.num_bytes);
+        buffers.push_back(region.buffer);
+      }
+      EXPECT_EQ(2u, std::exchange(xla.requested, {}).size());
+      return buffers;
+    };
+    const std::vector<const void*> expected(zero_copy ? 1 : 0, &slots);
+    EXPECT_EQ(nullptr, CallPrepare(ep_request_scatter, xla, {&other, &other},
+                                   {&slots, &other}));
+    EXPECT_EQ(expected, requested());
+    EXPECT_EQ(nullptr, CallPrepare(ep_request_gather, xla,
+                                   {&other, &slots, &other}, {&other, &slots}));
+    EXPECT_EQ(expected, requested());
+    testing::ForEachRank(groups.size(),
+                         [&](int64_t rank) { (void)groups[rank]->Close(); });
+  }
 }
 
 // ep_prepare asks the closed group for a size, before the group gets the call.
