@@ -11,8 +11,8 @@ namespace {
 constexpr int64_t kCollectives = 129;
 constexpr int32_t kMajorVersion = 0;
 constexpr int32_t kFlattenedId = 3;
-// XLA's communication id for collectives that share a stream with our ops.
-constexpr int64_t kCommunicationId = 0;
+// The letters "ep". XLA numbers the ids of its own communication from 0 on.
+constexpr int64_t kCommunicationId = 0x6570;
 
 constexpr int64_t kMostRanks = int64_t{1} << 31;
 
@@ -55,7 +55,7 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
       ToStatus(xla.api, find(&args), "look for its communicators"));
   if (!args.extension) return Status();
   if (args.extension->major_version != kMajorVersion ||
-      args.extension->struct_size < sizeof(Collectives)) {
+      args.extension->struct_size < offsetof(Collectives, request_window)) {
     return Status(
         Code::kFailedPrecondition,
         StrCat("XLA lends its communicators by version ",
@@ -69,28 +69,29 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   return Status();
 }
 
-// Calls a function of the extension for `domains`, with the first `struct_size`
-// bytes of its arguments. Sets `communicator` to null if XLA provides none, or
-// if there are no domains.
+// Finds the extension. Fails if XLA has none, or one without windows.
+Status FindWindows(const XlaContext& xla, const Collectives** out) {
+  EP_RETURN_IF_ERROR(FindCollectives(xla, out));
+  if (*out && (*out)->base.struct_size >= sizeof(Collectives)) return Status();
+  return Status(Code::kFailedPrecondition,
+                "this XLA lends no windows of its buffers to ep, as it does "
+                "from jaxlib 0.12.0.1 on; unset EP_NCCL_ZERO_COPY");
+}
+
+// Calls a function of the extension for `domains`. `args` has the fields that
+// follow `clique`.
+template <typename Args>
 Status CallXla(const XlaContext& xla, const Domains& domains,
-               Function* Collectives::* function, size_t struct_size,
-               const char* what, void** communicator) {
-  *communicator = nullptr;
-  if (domains.size == 0) return Status();
-  const Collectives* collectives = nullptr;
-  EP_RETURN_IF_ERROR(FindCollectives(xla, &collectives));
-  if (!collectives) return Status();
+               const Collectives& collectives, Function<Args>* function,
+               const char* what, Args* args) {
   std::vector<ReplicaGroup> groups;
   for (size_t i = 0; i < domains.places.size(); i += domains.size) {
     groups.push_back(
         {domains.places.data() + i, static_cast<size_t>(domains.size)});
   }
-  Args args = {struct_size,   nullptr,          kFlattenedId, groups.data(),
-               groups.size(), kCommunicationId, nullptr};
-  EP_RETURN_IF_ERROR(
-      ToStatus(xla.api, (collectives->*function)(collectives, &args), what));
-  *communicator = args.communicator;
-  return Status();
+  args->clique = {sizeof(Args),  nullptr,       kFlattenedId,
+                  groups.data(), groups.size(), kCommunicationId};
+  return ToStatus(xla.api, function(&collectives, args), what);
 }
 
 }  // namespace
@@ -125,16 +126,55 @@ Status DecodeDomains(xla::ffi::Span<const int64_t> mesh_shape, int64_t axis,
 }
 
 Status RequestCommunicators(const XlaContext& xla, const Domains& domains) {
-  void* none = nullptr;
-  return CallXla(xla, domains, &Collectives::request,
-                 offsetof(Args, communicator),
-                 "make a communicator for an EP domain", &none);
+  if (domains.size == 0) return Status();
+  const Collectives* collectives = nullptr;
+  EP_RETURN_IF_ERROR(FindCollectives(xla, &collectives));
+  if (!collectives) return Status();
+  CommunicatorRequest args = {};
+  return CallXla(xla, domains, *collectives, collectives->request_communicator,
+                 "make a communicator for an EP domain", &args);
 }
 
 Status FindCommunicator(const XlaContext& xla, const Domains& domains,
                         void** out) {
-  return CallXla(xla, domains, &Collectives::get, sizeof(Args),
-                 "lend the communicator of an EP domain", out);
+  *out = nullptr;
+  if (domains.size == 0) return Status();
+  const Collectives* collectives = nullptr;
+  EP_RETURN_IF_ERROR(FindCollectives(xla, &collectives));
+  if (!collectives) return Status();
+  CommunicatorGet args = {};
+  EP_RETURN_IF_ERROR(CallXla(xla, domains, *collectives,
+                             collectives->get_communicator,
+                             "lend the communicator of an EP domain", &args));
+  *out = args.communicator;
+  return Status();
+}
+
+Status CheckWindows(const XlaContext& xla) {
+  const Collectives* collectives = nullptr;
+  return FindWindows(xla, &collectives);
+}
+
+Status RequestWindow(const XlaContext& xla, const Domains& domains,
+                     const void* buffer, size_t num_bytes) {
+  const Collectives* collectives = nullptr;
+  EP_RETURN_IF_ERROR(FindWindows(xla, &collectives));
+  const Region region = {buffer, num_bytes, /*flags=*/0};
+  WindowRequest args = {{}, &region, 1};
+  return CallXla(xla, domains, *collectives, collectives->request_window,
+                 "make a window of an op's rows", &args);
+}
+
+Status FindWindow(const XlaContext& xla, const Domains& domains,
+                  const void* buffer, Window* out) {
+  const Collectives* collectives = nullptr;
+  EP_RETURN_IF_ERROR(FindWindows(xla, &collectives));
+  WindowGet args = {{}, buffer, nullptr, 0};
+  EP_RETURN_IF_ERROR(CallXla(xla, domains, *collectives,
+                             collectives->get_window,
+                             "lend the window of an op's rows", &args));
+  *out = {args.window, args.offset};
+  return Status();
 }
 
 }  // namespace ep

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Structs of XLA's c_api.h and collectives_c_api.h in jaxlib 0.11.2, which our
-// FFI headers lack. Newer versions append fields.
+// Structs of XLA's c_api.h and collectives_c_api.h in jaxlib 0.12.0.1, which
+// our FFI headers lack. Older versions lack the last fields; newer versions
+// append fields.
 
 #ifndef EP_FFI_HANDLERS_COLLECTIVES_H_
 #define EP_FFI_HANDLERS_COLLECTIVES_H_
@@ -35,24 +36,56 @@ struct ReplicaGroup {
   size_t size;
 };
 
-struct Args {
+// The first fields of the arguments of all functions.
+struct Clique {
   size_t struct_size;
   void* extension_start;
   int32_t group_mode;
   const ReplicaGroup* groups;
   size_t num_groups;
   int64_t communication_id;
-  void* communicator;  // output; the struct of a request ends before it
+};
+
+struct CommunicatorRequest {
+  Clique clique;
+};
+
+struct CommunicatorGet {
+  Clique clique;
+  void* communicator;  // output
+};
+
+struct Region {
+  const void* buffer;
+  size_t num_bytes;
+  uint64_t flags;
+};
+
+struct WindowRequest {
+  Clique clique;
+  const Region* regions;
+  size_t num_regions;
+};
+
+struct WindowGet {
+  Clique clique;
+  const void* buffer;
+  void* window;   // output
+  size_t offset;  // output: the buffer's offset in the window, in bytes
 };
 
 struct Collectives;
+template <typename Args>
 using Function = XLA_FFI_Error*(const Collectives* self, Args*);
 
 struct Collectives {
   Extension base;
   void* state;
-  Function* request;
-  Function* get;
+  Function<CommunicatorRequest>* request_communicator;
+  Function<CommunicatorGet>* get_communicator;
+  // From minor version 2 on.
+  Function<WindowRequest>* request_window;
+  Function<WindowGet>* get_window;
 };
 
 struct ErrorDetailsArgs {

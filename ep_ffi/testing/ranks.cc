@@ -76,6 +76,8 @@ Step::Step(const Domain& domain, Op op, Place place,
       place_(place),
       inputs_(std::move(inputs)),
       outputs_(inputs_.size()),
+      windows_(inputs_.size()),
+      slots_(inputs_.size()),
       completions_(inputs_.size(), 0),
       statuses_(inputs_.size()) {
   for (const RankInput& input : inputs_) {
@@ -105,12 +107,15 @@ void Step::Post(int64_t rank) {
     const auto entered = enter(args.mem, args.mem_bytes);
     return group.Prepare(std::move(call), args);
   }
-  const auto entered =
-      enter(inputs_[rank].mem.data(), inputs_[rank].mem.size());
+  const RankInput& in = inputs_[rank];
   if (IsScatter(op_)) {
-    return group.Scatter(std::move(call), ToScatterArgs(rank));
+    const ScatterArgs args = ToScatterArgs(rank);
+    const auto entered = enter(in.mem.data(), in.mem.size());
+    return group.Scatter(std::move(call), args);
   }
-  group.Gather(std::move(call), ToGatherArgs(rank));
+  const GatherArgs args = ToGatherArgs(rank);
+  const auto entered = enter(in.mem.data(), in.mem.size());
+  group.Gather(std::move(call), args);
 }
 
 PrepareArgs Step::ToPrepareArgs(int64_t rank) {
@@ -148,7 +153,7 @@ ScatterArgs Step::ToScatterArgs(int64_t rank) {
   Arm(in.dims.capacity * in.type.bytes(), &out.data.rows);
   if (weighted) Arm(in.dims.capacity, &out.data.weights);
   static constexpr float kNoWeights = 0;  // empty buffers of XLA have addresses
-  return {
+  ScatterArgs args = {
       {in.mem.data(), static_cast<int64_t>(in.mem.size())},
       {in.data.rows.data(), in.dims.num_tokens, in.type.width, in.type.dtype},
       !weighted                 ? nullptr
@@ -156,6 +161,11 @@ ScatterArgs Step::ToScatterArgs(int64_t rank) {
                                 : in.data.weights.data(),
       {out.data.rows.data(), in.dims.capacity, in.type.width, in.type.dtype},
       weighted ? out.data.weights.data() : nullptr};
+  if (domain_.lend) {
+    windows_[rank] = domain_.lend(rank, args.slots.data, out.data.rows.size(),
+                                  &args.slots_window);
+  }
+  return args;
 }
 
 GatherArgs Step::ToGatherArgs(int64_t rank) {
@@ -164,12 +174,19 @@ GatherArgs Step::ToGatherArgs(int64_t rank) {
   const bool backward = op_ == Op::kDispatchBwd;
   Arm(in.dims.num_tokens * in.type.bytes(), &out.data.rows);
   if (backward) Arm(in.dims.num_choices(), &out.data.weights);
-  return {
+  GatherArgs args = {
       {in.mem.data(), static_cast<int64_t>(in.mem.size())},
       {in.data.rows.data(), in.dims.capacity, in.type.width, in.type.dtype},
       in.data.weights.empty() ? nullptr : in.data.weights.data(),
       {out.data.rows.data(), in.dims.num_tokens, in.type.width, in.type.dtype},
       backward ? out.data.weights.data() : nullptr};
+  if (domain_.lend) {
+    slots_[rank] = in.data.rows;
+    args.slots.data = slots_[rank].data();
+    windows_[rank] = domain_.lend(rank, args.slots.data, slots_[rank].size(),
+                                  &args.slots_window);
+  }
+  return args;
 }
 
 void Step::Complete(int64_t rank, Status status) {

@@ -77,9 +77,11 @@ def test_flags_are_refused_that_put_collectives_beside_ops(monkeypatch, flags):
 
 @pytest.mark.parametrize("me", range(4))
 @pytest.mark.parametrize("capacity", [64, None])
-@pytest.mark.parametrize("communicator", ["own", "xla"])
+@pytest.mark.parametrize(
+  "communicator, zero_copy", [("own", False), ("xla", False), ("xla", True)]
+)
 def test_ranks_connect_with_the_id_of_their_domain(
-  monkeypatch, me, capacity, communicator
+  monkeypatch, me, capacity, communicator, zero_copy
 ):
   """Rank 0 of each EP domain creates an NCCL id for its domain only.
 
@@ -87,6 +89,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
   """
   is_own = communicator == "own"
   monkeypatch.setenv("EP_NCCL_COMMUNICATOR", communicator)
+  monkeypatch.setenv("EP_NCCL_ZERO_COPY", str(int(zero_copy)))
   borrowed = []
   monkeypatch.setattr(nccl_backend, "_borrow", lambda *a: borrowed.append(a))
   group = GroupConfig(
@@ -150,6 +153,11 @@ def test_ranks_connect_with_the_id_of_their_domain(
     patch.setenv("XLA_FLAGS", f"--{LIMIT}=1 --{LIMIT}=2")
     with pytest.raises(ValueError, match=f"--{LIMIT}=2.*indefinitely"):
       NcclBackend().connect(group, join)
+  with monkeypatch.context() as patch:
+    patch.setenv("EP_NCCL_ZERO_COPY", "1")
+    if is_own:
+      with pytest.raises(ValueError, match="set EP_NCCL_COMMUNICATOR=xla"):
+        NcclBackend().connect(group, join)
   # By default, the group's capacity fits the worst case, and layers inherit it.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved
@@ -164,6 +172,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
     capacity=64,
     max_row_bytes=64,
     max_num_sms=0,
+    zero_copy=zero_copy,
     timeout_s=1.0,
     exit_after_s=1.0,
     unique_id=bytes([me % 2]) if is_own else b"",

@@ -331,17 +331,21 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
     with ir.InsertionPoint(block):
       _func.ReturnOp(list(lower(ctx, *block.arguments, **params)))
     call = _func.CallOp(function, list(operands))
-    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
-      {
-        "_xla_stream_annotation": ir.StringAttr.get("collective"),
-        "inlineable": ir.StringAttr.get("false"),
-      }
-    )
+    notes = dict(_xla_stream_annotation="collective", inlineable="false")
+    set_frontend_attributes(call.operation, **notes)
     if len(outs) == 1:
       return list(call.results)
     return list(_hlo.OptimizationBarrierOp(call.results).results)
 
   return lower_call
+
+
+def set_frontend_attributes(operation: Any, **attributes: str) -> None:
+  """Sets attributes of an operation for XLA."""
+  ir = mlir.ir
+  operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+    {name: ir.StringAttr.get(value) for name, value in attributes.items()}
+  )
 
 
 def module_note(

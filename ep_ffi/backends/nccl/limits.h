@@ -3,7 +3,7 @@
 // The limits of NCCL EP's high-throughput algorithm. Beyond a limit, NCCL EP
 // terminates the process or its kernels write out of bounds, so this backend
 // checks the limits first. The numbers come from the sources of NCCL EP 0.2.0,
-// for groups without registered windows and quantization.
+// for groups without quantization.
 
 #ifndef EP_FFI_BACKENDS_NCCL_LIMITS_H_
 #define EP_FFI_BACKENDS_NCCL_LIMITS_H_
@@ -32,6 +32,9 @@ struct Sizes {
   int64_t capacity;    // receive rows of a rank, the maximum over layers
   int64_t max_row_bytes;
   int64_t max_num_sms;  // 0: automatic
+  // Whether NCCL EP moves rows between the slots of ranks without copies. The
+  // slots must then be in NCCL windows, and combine writes to its slots.
+  bool zero_copy = false;
 
   int64_t num_local() const { return num_experts / ep_size; }
   // Rounds max_tokens up to a multiple of 4, which every NVLink domain accepts.

@@ -57,7 +57,8 @@ Resources CountResources() {
           {"host allocations", LiveObjects<std::byte>::Get().size()},
           {"communicators", LiveObjects<ncclComm>::Get().size()},
           {"groups", LiveObjects<ncclEpGroup>::Get().size()},
-          {"handles", LiveObjects<ncclEpHandle>::Get().size()}};
+          {"handles", LiveObjects<ncclEpHandle>::Get().size()},
+          {"windows", LiveObjects<ncclWindow_vidmem>::Get().size()}};
 }
 
 void Contract::RequireNoHandler() {

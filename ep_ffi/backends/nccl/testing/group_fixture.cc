@@ -64,12 +64,16 @@ bool FakeChecker::leaks_allowed_ = false;
   return true;
 }();
 
-std::vector<Domain> MakeWorld(const WorldOptions& options, bool is_lent) {
+enum class Mode { kOwn, kLent, kZeroCopy };
+
+std::vector<Domain> MakeWorld(const WorldOptions& options, Mode mode) {
+  const bool is_lent = mode != Mode::kOwn;
   std::vector<Domain> domains(options.num_domains);
   for (int32_t i = 0; i < options.num_domains; ++i) {
     const int64_t ep_size = options.dims.ep_size;
     Sizes sizes = SizesFor(options.dims);
-    sizes.capacity += kMoreRows;
+    sizes.zero_copy = mode == Mode::kZeroCopy;
+    if (!sizes.zero_copy) sizes.capacity += kMoreRows;
     std::vector<std::shared_ptr<NcclGroup>> groups;
     std::vector<std::shared_ptr<Lent>> lent(ep_size);
     for (const Status& status : Connect(sizes, options.timeout_s, i * ep_size,
@@ -97,6 +101,12 @@ std::vector<Domain> MakeWorld(const WorldOptions& options, bool is_lent) {
       if (lent[rank]) call->communicator = lent[rank]->comm();
       return std::make_shared<fake::InHandler>(mem, bytes);
     };
+    if (sizes.zero_copy) {
+      domain.lend = [lent](int64_t rank, const std::byte* slots,
+                           int64_t num_bytes, Window* window) {
+        return lent[rank]->Lend(slots, num_bytes, window);
+      };
+    }
     domain.synchronize = [streams, groups = domain.groups](int64_t rank) {
       return groups[rank]->Check();
     };
@@ -154,6 +164,21 @@ Lent::~Lent() {
   EXPECT_EQ(ncclSuccess, ncclCommDestroy(comm_));
 }
 
+std::shared_ptr<void> Lent::Lend(const std::byte* rows, int64_t num_bytes,
+                                 Window* out) const {
+  constexpr uint64_t kOffset = 64;
+  const Device::Scope scope(*device_);
+  ncclWindow_t window = nullptr;
+  EXPECT_EQ(ncclSuccess,
+            ncclCommWindowRegister(
+                comm_, const_cast<std::byte*>(rows) - kOffset,
+                num_bytes + kOffset, &window, NCCL_WIN_COLL_SYMMETRIC));
+  *out = {window, kOffset};
+  return {window, [comm = comm_](ncclWindow_t w) {
+            EXPECT_EQ(ncclSuccess, ncclCommWindowDeregister(comm, w));
+          }};
+}
+
 Sizes SizesFor(const PlanDims& dims) {
   return {dims.num_experts, dims.ep_size, std::max<int64_t>(dims.num_tokens, 1),
           dims.capacity,    kMaxRowBytes, /*max_num_sms=*/0};
@@ -181,8 +206,10 @@ std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
     mine.device = first_device + rank;
     statuses[rank] = NcclGroup::Create(mine, &(*groups)[rank]);
     if (!statuses[rank].ok() || !lent) return;
-    (*lent)[rank] = std::make_shared<Lent>(mine.device, sizes.ep_size,
-                                           (rank + shift) % sizes.ep_size, id);
+    if (!(*lent)[rank]) {
+      (*lent)[rank] = std::make_shared<Lent>(
+          mine.device, sizes.ep_size, (rank + shift) % sizes.ep_size, id);
+    }
     statuses[rank] = (*groups)[rank]->Borrow((*lent)[rank]->comm());
   });
   return statuses;
@@ -211,7 +238,7 @@ testing::Backend FakeNccl() {
   testing::Backend backend;
   backend.name = "nccl";
   backend.make = [](const WorldOptions& options) {
-    return MakeWorld(options, /*is_lent=*/false);
+    return MakeWorld(options, Mode::kOwn);
   };
   backend.fit = Fit;
   backend.width_multiple = 8;
@@ -226,7 +253,21 @@ testing::Backend FakeNccl() {
 testing::Backend LentNccl() {
   testing::Backend backend = FakeNccl();
   backend.make = [](const WorldOptions& options) {
-    return MakeWorld(options, /*is_lent=*/true);
+    return MakeWorld(options, Mode::kLent);
+  };
+  return backend;
+}
+
+testing::Backend ZeroCopyNccl() {
+  testing::Backend backend = FakeNccl();
+  backend.make = [](const WorldOptions& options) {
+    return MakeWorld(options, Mode::kZeroCopy);
+  };
+  backend.fit = [](PlanDims dims) {
+    int64_t num_local = 4;  // experts of a rank
+    while (num_local * dims.ep_size < dims.num_experts) num_local *= 2;
+    dims.num_experts = num_local * dims.ep_size;
+    return Fit(dims);
   };
   return backend;
 }

@@ -61,6 +61,9 @@ class Lent {
   ~Lent();
 
   ncclComm_t comm() const { return comm_; }
+  // Makes a window of `rows`, which lives as long as the result.
+  std::shared_ptr<void> Lend(const std::byte* rows, int64_t num_bytes,
+                             Window* out) const;
 
  private:
   const std::shared_ptr<Device> device_;
@@ -69,7 +72,8 @@ class Lent {
 
 // Connects the ranks of one domain, on devices from `first_device` on. Returns
 // the results by rank. With `lent`, rank r borrows the communicator of rank r +
-// shift from `lent`; otherwise each group creates its own communicator.
+// shift from `lent`, which this function fills if it is empty; otherwise each
+// group creates its own communicator.
 std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
                             int32_t first_device,
                             std::vector<std::shared_ptr<NcclGroup>>* groups,
@@ -82,10 +86,11 @@ std::vector<std::shared_ptr<NcclGroup>> ConnectAll(
 
 void ExpectNan(const RowType& type, const testing::RankData& data);
 
-// Describe the backend for the conformance suite: with a process per GPU, and
-// with one process for all GPUs, which borrows communicators.
+// Describe the backend for the conformance suite: with a process per GPU, with
+// one process for all GPUs, which borrows communicators, and with zero copy.
 testing::Backend FakeNccl();
 testing::Backend LentNccl();
+testing::Backend ZeroCopyNccl();
 
 // The base class of tests that only the nccl backend passes.
 class NcclGroupTest : public testing::BackendTest {
