@@ -143,7 +143,7 @@ def test_a_module_trains_as_the_layer_does(moe, x, train):
 
 
 def test_flax_variables_carry_their_shardings(moe):
-  """NNX derives the shardings of all variables, stacked layers' and moments'."""
+  """NNX derives the shardings of variables, stacked layers' and moments'."""
 
   @nnx.split_rngs(splits=2)
   @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
