@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that the extra installs the wheel for CUDA and ep finds its library.
 
-Usage: extras_test.py CUDA FOLDER FOLDER
+Usage: extras_test.py CUDA DOCKERFILE FOLDER FOLDER
 
 CUDA is a version, such as 13. The first FOLDER has the wheel of the package,
 the second FOLDER has the wheel for CUDA. Empty wheels replace NVIDIA's packages
-and JAX's plugin, which take gigabytes.
+and JAX's plugin, which take gigabytes. With CUDA 13, the commands of the
+DOCKERFILE also install the wheels.
 """
 
 from collections.abc import Iterator
 import importlib.metadata
 import pathlib
 import re
+import shutil
 import sys
 import tempfile
 import zipfile
@@ -33,8 +35,13 @@ def pins(wheel: pathlib.Path) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
   cuda = sys.argv[1]
-  folders = [pathlib.Path(folder).resolve() for folder in sys.argv[2:]]
+  dockerfile, *folders = [pathlib.Path(arg).resolve() for arg in sys.argv[2:]]
   (wheel,) = folders[1].glob("*.whl")
+
+  def check(environment: Environment, report: str) -> None:
+    library = environment.site / f"jax_ep_cuda{cuda}/libep_ffi_cuda.so"
+    assert f"Its library is there, {library}." in report
+
   with tempfile.TemporaryDirectory() as scratch:
     environment = Environment(pathlib.Path(scratch).resolve())
     wheels = pathlib.Path(scratch, "wheels")
@@ -51,9 +58,13 @@ def main() -> None:
     found = [f"--find-links={folder}" for folder in (wheels, *folders)]
     environment.install(*found, f"jax-ep[cuda{cuda}]")
 
-    report = environment.run(environment.python, "-m", "ep", "check")
-    library = environment.site / f"jax_ep_cuda{cuda}/libep_ffi_cuda.so"
-    assert f"Its library is there, {library}." in report
+    check(environment, environment.run("python", "-m", "ep", "check"))
+    if cuda == "13":
+      image = Environment(pathlib.Path(scratch, "image").resolve())
+      for folder in folders:
+        shutil.copytree(folder, image.work / "wheels", dirs_exist_ok=True)
+      found = dict(PIP_FIND_LINKS=str(wheels))
+      check(image, image.run_stage(dockerfile, "cuda13", **found))
 
 
 if __name__ == "__main__":
