@@ -31,7 +31,8 @@ class Environment:
 
   def __init__(self, folder: pathlib.Path):
     venv.create(folder / "venv", symlinks=True)
-    self.python = str(folder / "venv/bin/python")
+    self._bin = folder / "venv/bin"
+    self.python = str(self._bin / "python")
     (self.site,) = folder.glob("venv/lib/python*/site-packages")
     (self.site / "fetched.pth").write_text(packages("jax", "optax"))
     self.work = folder / "work"
@@ -45,7 +46,7 @@ class Environment:
       env={
         "HOME": str(self.work),
         "JAX_PLATFORMS": "cpu",
-        "PATH": os.environ["PATH"],
+        "PATH": f"{self._bin}:{os.environ['PATH']}",
         "TMPDIR": str(self.work),
         **variables,
       },
@@ -62,13 +63,33 @@ class Environment:
     variables["PYTHONPATH"] = packages(module)
     self.run(sys.executable, "-m", module, *argv, **variables)
 
-  def install(self, *options: str, **variables: str) -> None:
+  def install(self, *options: str) -> None:
     """Runs pip install without downloads."""
     self.run_tool(
       *("pip", "--python", self.python, "install", "--quiet", "--no-index"),
       *("--no-cache-dir", "--disable-pip-version-check", *options),
-      **variables,
     )
+
+  def run_stage(
+    self, dockerfile: pathlib.Path, stage: str, **variables: str
+  ) -> str:
+    """Runs the commands of a stage, without apt-get; returns the last output.
+
+    pip downloads nothing.
+    """
+    pip = self._bin / "pip"
+    pip.write_text(
+      f'#!/bin/sh\nPYTHONPATH={packages("pip")} exec python -m pip "$@"\n'
+    )
+    pip.chmod(0o755)
+    variables |= dict(
+      PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_CACHE_DIR="1", PIP_NO_INDEX="1"
+    )
+    _, _, rest = dockerfile.read_text().partition(f" AS {stage}\n")
+    lines = re.findall(r"^RUN (.*)$", rest.partition("\nFROM ")[0], re.M)
+    commands = [line for line in lines if not line.startswith("apt-get ")]
+    outputs = [self.run("sh", "-c", line, **variables) for line in commands]
+    return outputs[-1]
 
 
 def write_wheel(

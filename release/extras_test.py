@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that pip installs the wheel for CUDA, and ep finds its files.
 
-Usage: extras_test.py CUDA FOLDER FOLDER
+Usage: extras_test.py CUDA DOCKERFILE FOLDER FOLDER
 
 CUDA is a version, such as 13. The first FOLDER has the wheel of the package,
 the second FOLDER has the wheel for CUDA. Empty wheels replace NVIDIA's packages
 and JAX's plugin, which take gigabytes. pip resolves the requirements of the two
-wheels, of the installed JAX, and of the plugin on NCCL.
+wheels, of the installed JAX, and of the plugin on NCCL. With CUDA 13, the
+commands of the DOCKERFILE also install the wheels.
 """
 
 import importlib.metadata
 import json
 import pathlib
 import re
+import shutil
 import sys
 import tempfile
 import zipfile
@@ -31,12 +33,22 @@ def metadata(wheel: pathlib.Path) -> str:
 
 def main() -> None:
   cuda = sys.argv[1]
-  folders = [pathlib.Path(folder).resolve() for folder in sys.argv[2:]]
+  dockerfile, *folders = [pathlib.Path(arg).resolve() for arg in sys.argv[2:]]
   (wheel,) = folders[1].glob("*.whl")
   nccl = f"nvidia-nccl-cu{cuda}"
   newest, oldest = re.search(
     rf"Requires-Dist: {nccl}<=(\S+),>=(\S+)", metadata(wheel)
   ).groups()
+
+  def check(environment: Environment, report: str) -> None:
+    folder = environment.site / f"jax_ep_cuda{cuda}"
+    assert f"Its library is there, {folder / 'libep_ffi_cuda.so'}." in report
+    # NCCL EP's compiler needs both folders of headers.
+    code = "{}{:02}{:02}".format(*map(int, oldest.split(".")))
+    header = (folder / "include/nccl.h").read_text()
+    assert f"#define NCCL_VERSION_CODE {code}\n" in header
+    assert (folder / "include/nccl_device/core.h").exists()
+
   with tempfile.TemporaryDirectory() as scratch:
     environment = Environment(pathlib.Path(scratch).resolve())
     wheels = pathlib.Path(scratch, "wheels")
@@ -73,14 +85,13 @@ def main() -> None:
     environment.install(*found, f"jax-ep[cuda{cuda}]")
     assert nccl not in plan(jax)
 
-    report = environment.run(environment.python, "-m", "ep", "check")
-    folder = environment.site / f"jax_ep_cuda{cuda}"
-    assert f"Its library is there, {folder / 'libep_ffi_cuda.so'}." in report
-    # NCCL EP's compiler needs both folders of headers.
-    code = "{}{:02}{:02}".format(*map(int, oldest.split(".")))
-    header = (folder / "include/nccl.h").read_text()
-    assert f"#define NCCL_VERSION_CODE {code}\n" in header
-    assert (folder / "include/nccl_device/core.h").exists()
+    check(environment, environment.run("python", "-m", "ep", "check"))
+    if cuda == "13":
+      image = Environment(pathlib.Path(scratch, "image").resolve())
+      for folder in folders:
+        shutil.copytree(folder, image.work / "wheels", dirs_exist_ok=True)
+      found = dict(PIP_FIND_LINKS=str(wheels))
+      check(image, image.run_stage(dockerfile, "cuda13", **found))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,10 @@ def init(key: jax.Array, config: Config) -> dict:
 
 
 def partition_specs(config: Config) -> dict:
-  """Returns the specs of `init`'s arrays: only experts are sharded."""
+  """Returns the specs of `init`'s arrays: only experts are sharded.
+
+  The batch is split over all ranks, so each rank needs all other parameters.
+  """
   blocks = dict.fromkeys(("attention_norm", "qkv", "out", "moe_norm"), P())
   blocks["moe"] = ep.moe.partition_specs(config.moe, lead=1)
   return {"embed": P(), "blocks": blocks, "norm": P(), "unembed": P()}

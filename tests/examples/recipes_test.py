@@ -94,7 +94,7 @@ def _train_flax(layer, x):
   first = params()
   for _ in range(_STEPS):
     step(model, optimizer)
-  return first, params(), model.state.get_value()
+  return first, params(), ep.moe.State(model.bias[...])
 
 
 def _train_equinox(layer, x):
@@ -140,6 +140,34 @@ def test_a_module_trains_as_the_layer_does(moe, x, train):
     )
   np.testing.assert_array_equal(state.bias, want_state.bias)
   assert np.abs(state.bias).max() > 0
+
+
+def test_flax_variables_carry_their_shardings(moe):
+  """NNX derives the shardings of variables, stacked layers' and moments'."""
+
+  @nnx.split_rngs(splits=2)
+  @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
+  def stacked(rngs):
+    return flax_moe.MoE(moe, rngs=rngs)
+
+  @nnx.jit
+  def create():
+    rngs = nnx.Rngs(0)
+    models = [flax_moe.MoE(moe, rngs=rngs), stacked(rngs)]
+    optimizers = [nnx.Optimizer(m, _OPTIMIZER, wrt=nnx.Param) for m in models]
+    return nnx.List(models), nnx.List(optimizers)
+
+  def check(x, sharding):
+    assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+  mesh = moe.group.mesh
+  with jax.set_mesh(mesh):
+    models, optimizers = create()
+  for lead, model in enumerate(models):
+    specs = nnx.get_partition_spec(nnx.state(model))["params"]
+    assert {n: v.get_value() for n, v in specs.items()} == moe.specs(lead)
+  state = nnx.state((models, optimizers))
+  jax.tree.map(check, state, nnx.get_named_sharding(state, mesh))
 
 
 def test_an_equinox_module_maps_over_sequences(moe, x):

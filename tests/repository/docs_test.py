@@ -15,6 +15,7 @@ import ep
 from ep import launch
 from ep._src.backends.nccl import environment
 from groups import bootstrap
+import programs
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -56,15 +57,21 @@ sys.stdout = sys.stderr = open(path, "w")
   assert outputs == [promised] * 2
 
 
-def test_pytest_under_the_launcher(tmp_path):
-  """With the conftest.py on the page, pytest's processes join JAX."""
-  page = "docs/howto/without_accelerators.md"
-  (tmp_path / "conftest.py").write_text(_example(page, "Several processes"))
-  test = tmp_path / "count_test.py"
-  code = "import jax\ndef test_it():\n  assert jax.process_count() == 2\n"
-  test.write_text(code)
-  pytest = ["-m", "pytest", "-p", "no:cacheprovider", test]
-  assert not launch.launch(pytest, num_processes=2, log_dir=tmp_path)
+def test_pytest_under_the_launcher(tmp_path, monkeypatch):
+  """With the page's conftest.py, the page's test passes by its commands."""
+  text = _section("docs/howto/without_accelerators.md", "Several processes")
+  blocks = re.findall(r"```\w+\n(.*?)```", text, re.DOTALL)
+  conftest, test, commands = blocks
+  tests = tmp_path / "tests"
+  tests.mkdir()
+  (tests / "conftest.py").write_text(conftest)
+  (tests / "round_trip_test.py").write_text(test)
+  monkeypatch.chdir(tmp_path)
+  assert len(conftest.splitlines()) == 3
+  for command in commands.splitlines():
+    code, output = programs.run(*command.split()[1:])
+    assert code == 0, output
+    assert "1 passed" in output
 
 
 def test_the_backward_ops():

@@ -147,10 +147,12 @@ def test_the_code_of_a_page(page, given, capsys, tmp_path, monkeypatch):
 
 
 def _check_resume(page: str, step: int) -> None:
-  """Checks that a new process resumes from the checkpoint."""
-  program = [_runnable(block.code) for block in _python(page)]
-  program.append(f"assert train.step == {2 * step}, train.step")
-  code, output = programs.run("-c", "\n".join(program))
+  """Checks that a new process on another mesh resumes from the checkpoint."""
+  program = "\n".join(_runnable(block.code) for block in _python(page))
+  assert program.count("fsdp=2, tp=1") == 1
+  other = program.replace("fsdp=2, tp=1", "fsdp=1, tp=2")
+  other += f"\nassert train.step == {2 * step}, train.step"
+  code, output = programs.run("-c", other)
   assert code == 0, output
 
 
