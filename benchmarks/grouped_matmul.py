@@ -8,11 +8,19 @@ alternate with runs of a dense matmul, of all rows with one matrix. "bytes" is
 the dense time plus the time of NumPy copies: each matrix twice into a cached
 buffer, and the buffer into a new array per gradient. A grouped matmul below
 "bytes" reads and computes at the same time.
+
+    JAX_PLATFORMS=cuda ... --models=mixtral_8x7b,olmoe_1b_7b
+
+measures the first matmul of models in bfloat16 against others' functions, as
+far as they are installed. Prints forward and gradient times, after the errors
+of both, relative to the largest value of a loop over the experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 import functools
+import importlib
 import itertools
 
 from absl import app, flags
@@ -22,15 +30,24 @@ import numpy as np
 
 from benchmarks import driver, timing
 import ep
+from ep import presets
 
 _ROWS, _INNER, _OUTER = 4096, 256, 512
 _EXPERTS = flags.DEFINE_list(
   "experts", ["8", "64", "256"], "numbers of experts"
 )
+_MODELS = flags.DEFINE_list(
+  "models", [], f"measure models instead, of {', '.join(presets.BY_NAME)}"
+)
+_TOKENS = flags.DEFINE_integer("model_tokens", 4096, "tokens of models", 1)
 
 
 def measure() -> None:
   print(f"jax {jax.__version__}, medians of {driver.ROUNDS.value}")
+  for model in _MODELS.value:
+    measure_model(presets.BY_NAME[model], _TOKENS.value, driver.ROUNDS.value)
+  if _MODELS.value:
+    return
   for dtype in ("float32", "bfloat16"):
     for experts in map(int, _EXPERTS.value):
       measure_experts(dtype, experts, driver.ROUNDS.value)
@@ -78,6 +95,119 @@ def measure_experts(dtype: str, experts: int, rounds: int) -> None:
     f" {1 + timing.ratio(seconds['copy'], dense):.2f} x, grouped"
     f" {timing.ratio(seconds['grouped'], dense):.2f} x"
   )
+
+
+def measure_model(cfg: ep.MoEConfig, tokens: int, rounds: int) -> None:
+  """Prints the errors and the milliseconds of each contender."""
+  num_rows, experts = tokens * cfg.top_k, cfg.num_experts
+  print(
+    f"E {experts}, K {cfg.top_k}, {cfg.hidden}x{cfg.inner}, {tokens} tokens"
+  )
+  rng = np.random.default_rng(0)
+  sizes = rng.multinomial(num_rows, [1 / experts] * experts)
+
+  def draw(*shape):
+    return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+
+  rows, matrices = (
+    draw(num_rows, cfg.hidden),
+    draw(experts, cfg.hidden, cfg.inner),
+  )
+  matrices *= jnp.bfloat16(0.02)
+  args = rows, matrices, jnp.asarray(sizes, jnp.int32)
+
+  def gradients(fn):
+    def both(rows, matrices, sizes):
+      out, vjp = jax.vjp(lambda *x: fn(*x, sizes), rows, matrices)
+      return out, *vjp(out)
+
+    return both
+
+  @jax.jit
+  def looped(rows, matrices, sizes):
+    ends = jnp.cumsum(sizes)
+    of_row = jnp.searchsorted(ends, jnp.arange(num_rows), side="right")
+
+    def add(out, e):
+      mine = jnp.where((of_row == e)[:, None], rows, 0)
+      return out + jnp.matmul(
+        mine, matrices[e], preferred_element_type=jnp.float32
+      ), None
+
+    zeros = jnp.zeros((num_rows, cfg.inner), jnp.float32)
+    out, _ = jax.lax.scan(add, zeros, jnp.arange(experts))
+    return out.astype(jnp.bfloat16)
+
+  def error(found, want):
+    found, want = (jnp.asarray(x, jnp.float32) for x in (found, want))
+    return float(jnp.abs(found - want).max() / jnp.abs(want).max())
+
+  want = jax.jit(gradients(looped))(*args)
+  forward, both = {}, {}
+  for name, fn in _contenders():
+    try:
+      programs = jax.jit(fn), jax.jit(gradients(fn))
+      found = programs[1](*args)
+      if name != "dense":
+        errors = [error(*pair) for pair in zip(found, want, strict=True)]
+        print(f"{name}: errors {' '.join(f'{x:.1e}' for x in errors)}")
+    except Exception as e:  # others' functions refuse shapes in any way
+      print(f"without {name}: {type(e).__name__}: {e}".partition("\n")[0])
+      continue
+    for runs, program in zip((forward, both), programs, strict=True):
+      runs[name] = functools.partial(
+        lambda program: jax.block_until_ready(program(*args)), program
+      )
+  if torch := _torch(args):
+    forward["torch._grouped_mm"] = torch
+  for what, runs in ("forward", forward), ("with gradients", both):
+    for name, seconds in timing.take_turns(runs, rounds).items():
+      ms = 1e3 * np.median(seconds)
+      tflops = 2 * num_rows * cfg.hidden * cfg.inner / ms / 1e9
+      tflops *= 1 if what == "forward" else 3
+      print(f"{name}, {what}: {ms:.3f} ms, {tflops:.0f} TFLOP/s")
+
+
+def _contenders() -> Iterator[tuple[str, Callable]]:
+  """Yields functions of (rows, matrices, sizes); the first one is dense."""
+  yield "dense", lambda rows, matrices, sizes: rows @ matrices[0]
+  yield "ep", ep.grouped_matmul
+  yield "lax.ragged_dot", jax.lax.ragged_dot
+  if jax.default_backend() == "gpu":
+    module = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
+    yield (
+      "ragged_dot_mgpu",
+      lambda rows, matrices, sizes: importlib.import_module(module).ragged_dot(
+        rows,
+        matrices,
+        group_sizes=sizes,
+        block_m=128,
+        block_n=192,
+        block_k=64,
+        max_concurrent_steps=4,
+        grid_block_n=2,
+      ),
+    )
+  yield (
+    "tokamax",
+    lambda *args: importlib.import_module("tokamax").ragged_dot(*args),
+  )
+
+
+def _torch(args) -> Callable[[], object] | None:
+  """Returns a run of PyTorch's grouped matmul, or None without a GPU."""
+  if jax.default_backend() != "gpu":
+    return None
+  torch = importlib.import_module("torch")
+  rows, matrices, sizes = (torch.from_dlpack(x) for x in args)
+  ends = sizes.cumsum(0).to(torch.int32)
+
+  def run():
+    out = torch._grouped_mm(rows, matrices, offs=ends)
+    torch.cuda.synchronize()
+    return out
+
+  return run
 
 
 def worlds():

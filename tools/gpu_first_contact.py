@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs dispatch and combine on GPUs, then exits in the way the argument names.
+"""Runs dispatch and combine on GPUs, and does what the argument names.
 
 `ep.launch` starts the ranks.
 """
@@ -20,10 +20,11 @@ import ep
 from ep import launch
 
 _TOKENS, _HIDDEN, _TOP_K, _EXPERTS = 16, 64, 2, 8
-_TIMEOUT_S = 40.0
+_TIMEOUT_S = 20.0
+_FAULTS = {"one_dies": signal.SIGKILL, "one_stops": signal.SIGSTOP}
 
 
-def main(end: str) -> None:
+def main(what: str) -> None:
   launch.initialize()
   mesh = jax.make_mesh((jax.device_count(),), ("ep",), (AxisType.Auto,))
   put = NamedSharding(mesh, P("ep"))
@@ -38,35 +39,54 @@ def main(end: str) -> None:
     hidden_dim=_HIDDEN,
     top_k=_TOP_K,
     timeout_s=_TIMEOUT_S,
+    exit_after_s=_TIMEOUT_S / 4,
   )
   print("the backend is", group.backend)
   _round_trip(group, tokens)
-  if end == "finalized_twice":
-    ep.ep_finalize(group)
-    ep.ep_finalize(group)
-  elif end == "one_dies":  # the other ranks must fail or terminate
+  if what == "steps":
+    _round_trip(group, tokens, steps=1000)
+  elif what == "profile":
+    with jax.profiler.trace(f"{os.environ['OUT']}/profile"):
+      _round_trip(group, tokens, steps=20)
+  elif what == "resize":
+    for more in range(50):
+      new = ep.ep_resize(group, max_tokens_per_rank=_TOKENS + 1 + more)
+      ep.ep_finalize(group)
+      group = new
+      _round_trip(group, tokens)
+      if stats := jax.local_devices()[0].memory_stats():
+        print("bytes in use:", stats["bytes_in_use"], stats["bytes_limit"])
+  elif what in _FAULTS:  # the other ranks must fail or terminate
     if jax.process_index() == 1:
-      os.kill(os.getpid(), signal.SIGKILL)
+      os.kill(os.getpid(), _FAULTS[what])
     _round_trip(group, tokens)
     group.check()
   else:
-    assert end == "never_finalized", end
+    assert what == "finalized", what
+  ep.ep_finalize(group)
+  ep.ep_finalize(group)
 
 
-def _round_trip(group: ep.EpGroup, tokens: jax.Array) -> None:
-  """Sends tokens to two experts and back, beside a psum; checks the result."""
+def _round_trip(group: ep.EpGroup, tokens: jax.Array, steps: int = 1) -> None:
+  """Sends tokens to two experts and back; checks the result.
+
+  Several steps run a collective of XLA beside the exchanges.
+  """
   layer = ep.EpLayerConfig(group)
 
   def rank(tokens):
     ids = jnp.arange(_TOKENS * _TOP_K, dtype=jnp.int32).reshape(-1, _TOP_K)
     handle = ep.ep_prepare(layer, ids % _EXPERTS)
     rows, _ = ep.ep_dispatch(handle, tokens, jnp.ones(ids.shape))
-    return ep.ep_combine(handle, rows), jax.lax.psum(tokens, "ep")
+    out = ep.ep_combine(handle, rows)
+    return out, jax.lax.psum(tokens, "ep") if steps > 1 else jnp.zeros(())
 
   program = jax.shard_map(
     rank, mesh=group.mesh, in_specs=P("ep"), out_specs=(P("ep"), P())
   )
-  out, _ = jax.jit(program)(tokens)
+  program = jax.jit(program)
+  for _ in range(steps):
+    out, _ = jax.block_until_ready(program(tokens))
   for got, sent in zip(
     out.addressable_shards, tokens.addressable_shards, strict=True
   ):

@@ -3,6 +3,7 @@
 
 import dataclasses
 import gc
+import re
 
 import jax
 from jax import lax
@@ -66,6 +67,16 @@ def test_options_of_layers_are_measured(capfd):
 def test_grouped_matmuls_are_measured(capfd):
   grouped_matmul.measure_experts("bfloat16", 8, rounds=1)
   assert "bfloat16, E = 8: dense " in capfd.readouterr().out
+
+
+def test_grouped_matmuls_of_a_model_are_measured(capfd):
+  cfg = ep.MoEConfig(hidden=8, inner=16, num_experts=4, top_k=2)
+  grouped_matmul.measure_model(cfg, tokens=64, rounds=1)
+  output = capfd.readouterr().out
+  errors = re.findall(r"^(?:ep|lax.ragged_dot): errors (.*)$", output, re.M)
+  assert len(errors) == 2
+  assert all(float(x) < 0.02 for line in errors for x in line.split())
+  assert "ep, with gradients: " in output and "ep, forward: " in output
 
 
 # --- In this process ----------------------------------------------------------
