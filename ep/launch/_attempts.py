@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
 import sys
 
 from ep.launch import _hosts as hosts
+from ep.launch import _memory as snapshots
 from ep.launch import _supervision as supervision
 
 _COORDINATOR = str(pathlib.Path(__file__).parent / "_coordinator.py")
@@ -41,6 +43,7 @@ class Job:
   logs: pathlib.Path
   states: pathlib.Path  # the folder of what ranks tell their launcher
   team: hosts.Hosts
+  memory: snapshots.Memory | None
   signals: Sequence[int]
   timeout_at: float
   grace_s: float
@@ -65,17 +68,31 @@ class Job:
     with contextlib.ExitStack() as stack:
 
       def start(
-        name: str, argv: Sequence[str], env: Mapping[str, str]
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        fds: Sequence[int] = (),
       ) -> supervision.Process:
         process = supervision.Process(
-          name, argv, logs / f"{name}.log", env, states / name
+          name, argv, logs / f"{name}.log", env, states / name, fds
         )
         stack.callback(process.kill)
         return process
 
+      passed: Iterable[tuple[Mapping[str, str], Sequence[int]]]
+      passed = itertools.repeat(({}, ()))
+      if self.memory:
+        passed = self.memory.begin(len(places))
       ranks = [
-        start(f"rank_{rank}", self.argv, self._env_of_rank(rank, place, share))
-        for rank, place in enumerate(places, share.first)
+        start(
+          f"rank_{rank}",
+          self.argv,
+          {**self._env_of_rank(rank, place, share), **env},
+          fds,
+        )
+        for (rank, place), (env, fds) in zip(
+          enumerate(places, share.first), passed, strict=False
+        )
       ]
       others = []
       if share.total > 1 and share.first == 0:

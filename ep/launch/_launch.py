@@ -20,6 +20,7 @@ from ep._src.native import gpus
 from ep.launch import _attempts as attempts
 from ep.launch import _hosts as hosts
 from ep.launch import _limits as limits
+from ep.launch import _memory as snapshots
 from ep.launch import _restarts as restarts
 
 
@@ -197,6 +198,9 @@ def launch(
     assert coordinator
     team = hosts.Hosts(stack, host_id, coordinator, common, join_timeout_s)
     signals = stack.enter_context(_caught_signals())
+    memory = None
+    if max_restarts and num_hosts == 1 and hasattr(os, "memfd_create"):
+      memory = stack.enter_context(contextlib.closing(snapshots.Memory()))
     job = attempts.Job(
       argv=argv,
       env=env,
@@ -206,6 +210,7 @@ def launch(
       logs=logs,
       states=states,
       team=team,
+      memory=memory,
       signals=signals,
       timeout_at=time.monotonic() + (timeout_s or math.inf),
       grace_s=grace_s,

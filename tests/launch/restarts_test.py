@@ -184,7 +184,7 @@ def test_restarts_after_early_failures_wait_longer_each_time(monkeypatch):
   limits = restarts.Restarts(100, None)
   waits = []
   for worked_s in [6.0, *[1.0] * 8, 6.0]:
-    limits.joined(restarts.hosts.Share(0, 0, 1, 1))
+    limits.joined(restarts.hosts.Share(0, 0, 1, 1), step=None)
     before = clock[0] = clock[0] + worked_s
     limits.begin(restarts.supervision.Outcome(1, "rank 0 failed"), [])
     waits.append(round(clock[0] - before, 1))
