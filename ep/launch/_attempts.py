@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
-import itertools
 import os
 import pathlib
 import re
@@ -79,10 +78,9 @@ class Job:
         stack.callback(process.kill)
         return process
 
-      passed: Iterable[tuple[Mapping[str, str], Sequence[int]]]
-      passed = itertools.repeat(({}, ()))
+      passed = [snapshots.Passed({}, ())] * len(places)
       if self.memory:
-        passed = self.memory.begin(len(places))
+        passed = self.memory.begin(share)
       ranks = [
         start(
           f"rank_{rank}",
@@ -91,7 +89,7 @@ class Job:
           fds,
         )
         for (rank, place), (env, fds) in zip(
-          enumerate(places, share.first), passed, strict=False
+          enumerate(places, share.first), passed, strict=True
         )
       ]
       others = []

@@ -8,7 +8,7 @@ messages are lines of JSON:
     "", or an error       the answer of host 0, when all hosts have connected
     {"restart": 0, ...}   the share of a host in the next attempt, from host 0
     [code, "end"]         the result of a host in an attempt, to its peers
-    {"left": 7}           before a restart: the ranks that a host has left
+    {"places": 8, ...}    the losses of a host, before a restart
 
 TCP reports a launcher that has died, and, by keepalive probes, a host that is
 out of reach.
@@ -119,6 +119,17 @@ class Share(NamedTuple):
   first: int  # the first rank of the host
   ranks: int
   total: int  # ranks of all hosts
+  # The host keeps copies of the snapshots of `copies` ranks, from `copied` on.
+  copied: int = 0
+  copies: int = 0
+
+
+class Losses(NamedTuple):
+  """The ranks of a host before a restart."""
+
+  places: int
+  lost: int = 0  # ranks that may have caused the failure
+  is_sure: bool = False  # whether they have
 
 
 class Hosts:
@@ -175,12 +186,12 @@ class Hosts:
   def peers(self) -> list[Host]:
     return list(self._hosts.values())
 
-  def divide(self, restart: int, left: int) -> Share:
+  def divide(self, restart: int, losses: Losses) -> Share:
     """Agrees with the other hosts on the ranks of an attempt.
 
     Args:
       restart: the number of restarts so far.
-      left: the number of this host's ranks that can start again.
+      losses: those of this host.
 
     Raises:
       RuntimeError: host 0 has gone, or too few ranks are left.
@@ -189,21 +200,23 @@ class Hosts:
       host.begin()
     if not self._is_first:
       if restart:
-        self._hosts[0].send({"left": left})
+        self._hosts[0].send(losses._asdict())
       try:
         return Share(**self._hosts[0].receive(dict, 2 * self._timeout_s))
       except (OSError, ValueError, TypeError) as e:
         raise RuntimeError("ep.launch: host 0 starts no further ranks.") from e
-    lefts = {0: left}
+    told, before = {0: losses}, len(self._hosts)
     for index, host in [*self._hosts.items()]:
       try:
-        lefts[index] = (
-          host.receive(dict, self._timeout_s)["left"] if restart else left
-        )
-      except (OSError, ValueError, KeyError):
+        told[index] = losses
+        if restart:
+          told[index] = Losses(**host.receive(dict, self._timeout_s))
+      except (OSError, ValueError, TypeError):
+        del told[index]
         self._hosts.pop(index).close()
+    lefts = _left(told, is_host_lost=len(self._hosts) < before)
     needed, whole = self._common["min_processes"], self._common["num_processes"]
-    if len(lefts) < self._common["num_hosts"]:
+    if len(told) < self._common["num_hosts"]:
       is_enough = sum(lefts.values()) >= needed
       self._accept_replacements(
         _REPLACEMENT_S if is_enough else self._timeout_s
@@ -217,12 +230,17 @@ class Hosts:
         f"ep.launch: {total} ranks are left, but min_processes = {needed}; no"
         f" other host came within {self._timeout_s:g} s."
       )
-    end = lefts[0]
-    for index, host in sorted(self._hosts.items()):
-      share = Share(restart, end, lefts[index], total)
-      host.send(share._asdict())
-      end += lefts[index]
-    return Share(restart, 0, lefts[0], total)
+    first, shares = 0, {}
+    copied, copies = total - lefts[max(lefts)], lefts[max(lefts)]
+    for index, ranks in sorted(lefts.items()):
+      shares[index] = Share(restart, first, ranks, total, copied, copies)
+      copied, copies = first, ranks
+      first += ranks
+    if len(lefts) == 1:
+      return shares[0]._replace(copies=0)
+    for index, host in self._hosts.items():
+      host.send(shares[index]._asdict())
+    return shares[0]
 
   def _connect(self, host_id: int) -> Host:
     """Connects to host 0, and waits for its answer."""
@@ -337,3 +355,17 @@ class Hosts:
           " with another --host_id."
         )
     return ""
+
+
+def _left(told: Mapping[int, Losses], is_host_lost: bool) -> dict[int, int]:
+  """Returns the ranks that each host has left.
+
+  After a sure loss, or that of a host, other ranks only reported it. Suspects
+  on several hosts may all report another rank.
+  """
+  is_sure = is_host_lost or any(each.is_sure for each in told.values())
+  is_known = is_sure or sum(each.lost > 0 for each in told.values()) > 1
+  return {
+    index: each.places - each.lost * (each.is_sure or not is_known)
+    for index, each in told.items()
+  }

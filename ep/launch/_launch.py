@@ -199,7 +199,7 @@ def launch(
     team = hosts.Hosts(stack, host_id, coordinator, common, join_timeout_s)
     signals = stack.enter_context(_caught_signals())
     memory = None
-    if max_restarts and num_hosts == 1 and hasattr(os, "memfd_create"):
+    if max_restarts and hasattr(os, "memfd_create"):  # on Linux
       memory = stack.enter_context(contextlib.closing(snapshots.Memory()))
     job = attempts.Job(
       argv=argv,

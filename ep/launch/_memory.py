@@ -2,7 +2,9 @@
 """Memory of a launcher in which its ranks keep snapshots of their state.
 
 Each rank of an attempt gets one anonymous file (memfd) from its launcher, and
-the files of the ranks before a restart, if they hold what the job may need:
+the files of the ranks before a restart, if they hold what the job may need. If
+there are several hosts, each one also has a file for each rank of the host
+before it, the last host being before the first. The layout of a file is:
 
     entry 0 | entry 1 | generation 0 | generation 1
 
@@ -21,13 +23,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import fcntl
-import itertools
 import json
 import mmap
 import os
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 import zlib
+
+from ep.launch import _hosts as hosts
 
 VARIABLE = "EP_LAUNCH_SNAPSHOTS"
 
@@ -71,7 +74,7 @@ class File:
 
   def index(self, generation: Generation) -> Any:
     """Returns the index of a generation; ValueError if it is damaged."""
-    text = os.pread(self.fd, generation.index_size, generation.begin)
+    text = self.read(generation.begin, generation.index_size)
     if zlib.crc32(text) != generation.index_checksum:
       raise ValueError("the index of a snapshot is damaged")
     return json.loads(text)
@@ -134,58 +137,89 @@ class Memory:
   """The files of a launcher, which live until it ends. Needs Linux."""
 
   def __init__(self) -> None:
-    self._attempts: list[list[File]] = []  # the newest last
+    self._attempts: dict[int, dict[int, File]] = {}  # by restart and rank
 
-  def begin(self, ranks: int) -> list[tuple[Mapping[str, str], Sequence[int]]]:
-    """Makes files for the ranks of an attempt.
-
-    Returns, for each rank, environment variables and descriptors to pass on.
-    """
-    for at in range(len(self._attempts) - 1, 0, -1):
-      if any(len(file.generations()) == 2 for file in self._attempts[at]):
-        self._close(at)  # no restart needs the attempts before
+  def begin(self, share: hosts.Share) -> list[Passed]:
+    """Makes files for an attempt; returns what each rank of this host gets."""
+    for restart in sorted(self._attempts, reverse=True):
+      files = self._attempts[restart].values()
+      if any(len(file.generations()) == 2 for file in files):
+        self._close(restart)  # no restart needs the attempts before
         break
-    old = [[file.fd for file in files] for files in self._attempts]
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    new = [os.memfd_create("ep_snapshot", flags) for _ in range(ranks)]
-    for fd in new:
-      os.fchmod(fd, 0o600)
-    self._attempts.append([File(fd) for fd in new])
-    read = [*itertools.chain(*old)]
-    return [
-      ({VARIABLE: json.dumps({"own": fd, "old": old})}, [fd, *read])
-      for fd in new
+    old = [
+      (restart, [(rank, file.fd) for rank, file in files.items()])
+      for restart, files in self._attempts.items()
     ]
+    own = range(share.first, share.first + share.ranks)
+    copied = range(share.copied, share.copied + share.copies)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    new = {r: os.memfd_create("ep_snapshot", flags) for r in (*own, *copied)}
+    for fd in new.values():
+      os.fchmod(fd, 0o600)
+    self._attempts[share.restart] = {r: File(fd) for r, fd in new.items()}
+    passed = []
+    for place, rank in enumerate(own):
+      copies = [(r, new[r]) for r in copied[place :: share.ranks]]
+      fields = {
+        "restart": share.restart,
+        "own": new[rank],
+        "copies": copies,
+        "old": old,
+        "place": place,
+        "places": share.ranks,
+      }
+      fds = [
+        new[rank],
+        *(fd for _, files in (*old, (0, copies)) for _, fd in files),
+      ]
+      passed.append(Passed({VARIABLE: json.dumps(fields)}, fds))
+    return passed
 
   def step(self) -> int | None:
-    """Returns the newest step that all ranks of an attempt have, or None."""
-    for files in reversed(self._attempts):
-      if common := common_steps(files):
+    """Returns the newest step in all files of an attempt, or None."""
+    for files in reversed(self._attempts.values()):
+      steps = [{g.step for g in file.generations()} for file in files.values()]
+      if common := set.intersection(*steps):
         return max(common)
     return None
 
   def close(self) -> None:
-    self._close(len(self._attempts))
+    self._close(max(self._attempts, default=0) + 1)
 
-  def _close(self, count: int) -> None:
-    for file in itertools.chain(*self._attempts[:count]):
-      os.close(file.fd)
-    del self._attempts[:count]
-
-
-def common_steps(files: Sequence[File]) -> set[int]:
-  """Returns the steps of which all files have a generation."""
-  steps = [{each.step for each in file.generations()} for file in files]
-  return set.intersection(*steps) if steps else set()
+  def _close(self, before: int) -> None:
+    for restart in [each for each in self._attempts if each < before]:
+      for file in self._attempts.pop(restart).values():
+        os.close(file.fd)
 
 
-def inherited() -> tuple[File, list[list[File]]] | None:
-  """Returns the files that this rank's launcher passed on, or None.
+class Passed(NamedTuple):
+  """What a rank inherits from its launcher."""
 
-  These are the rank's own file, and the files of the ranks of each earlier
-  attempt on this host, the newest last.
-  """
+  env: Mapping[str, str]
+  fds: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inherited:
+  """The files that a rank has inherited."""
+
+  restart: int
+  own: File
+  copies: Mapping[int, File]  # for ranks of another host
+  old: Mapping[int, Mapping[int, File]]  # by restart and rank
+  place: int  # index of the rank on this host
+  places: int  # number of ranks of this host
+
+
+def inherited() -> Inherited | None:
+  """Returns what this rank's launcher passed on, or None."""
   if not (text := os.environ.get(VARIABLE)):
     return None
-  fds = json.loads(text)
-  return File(fds["own"]), [[*map(File, each)] for each in fds["old"]]
+  fields = json.loads(text)
+
+  def files(pairs: Sequence[tuple[int, int]]) -> Mapping[int, File]:
+    return {rank: File(fd) for rank, fd in pairs}
+
+  old = {restart: files(pairs) for restart, pairs in fields["old"]}
+  own, copies = File(fields["own"]), files(fields["copies"])
+  return Inherited(**fields | {"own": own, "copies": copies, "old": old})

@@ -76,7 +76,7 @@ def run(job: attempts.Job, num_processes: int, restarts: Restarts) -> int:
     RuntimeError: host 0 has no ranks for this host.
   """
   places = [*range(num_processes)]
-  share = job.team.divide(0, num_processes)
+  share = job.team.divide(0, hosts.Losses(num_processes))
   while True:
     step = job.memory.step() if job.memory else None
     outcome = job.attempt(
@@ -88,10 +88,13 @@ def run(job: attempts.Job, num_processes: int, restarts: Restarts) -> int:
       supervision.say(f"ep.launch: no restart is left ({refusal})\n")
       return outcome.code
     restarts.begin(outcome, job.signals)
-    left = [p for i, p in enumerate(places) if i not in outcome.lost]
+    left = [p for i, p in enumerate(places) if i not in outcome.lost] or places
+    lost = len(places) - len(left)
+    losses = hosts.Losses(len(places), lost, outcome.is_sure)
     try:
-      share = job.team.divide(share.restart + 1, max(len(left), 1))
+      share = job.team.divide(share.restart + 1, losses)
     except RuntimeError as e:
       supervision.say(f"{e}\n")
       return outcome.code
-    places = left if share.ranks == len(left) else [*range(num_processes)]
+    choices = left, places, [*range(num_processes)]
+    places = next(each for each in choices if len(each) == share.ranks)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
 import itertools
 import json
+import secrets
 import threading
 import time
 from typing import Any, NamedTuple
@@ -17,10 +19,11 @@ import numpy as np
 
 from ep._src.base import compat
 from ep.launch import _memory as memory
+from ep.launch import _peers as peers
 
 _POLL_S = 0.02
 _AGREE_S = 120.0  # limit for the other ranks to check the snapshots
-_DONE, _GOOD = "ep/snapshot/done", "ep/snapshot/good"  # keys of the job's store
+_FOLDER = "ep/snapshot/"  # in the job's key-value store
 
 
 class Snapshots:
@@ -34,10 +37,12 @@ class Snapshots:
         if step % 10 == 0:
           snapshots.take(step, state)
 
-  The memory is the launcher's: `ep.launch` with `max_restarts` on Linux, one
-  host. Without such a launcher, nothing is kept, and `restore` returns None.
-  Snapshots take twice the memory of the state, and vanish with the launcher, so
-  a run also needs checkpoints on disk.
+  The memory is the launcher's: `ep.launch` with `max_restarts`, on Linux. On
+  several hosts, each host also keeps a copy for the host before it, so that the
+  state survives any host but host 0, and any hosts that are not neighbours.
+  Without such a launcher, nothing is kept, and `restore` returns None.
+  Snapshots take twice the memory of the state, or four times on several hosts,
+  and vanish with the launcher, so a run also needs checkpoints on disk.
 
   All ranks call `take` and `restore` with the same steps and trees.
   """
@@ -47,13 +52,26 @@ class Snapshots:
     self._rank, self._ranks = compat.distributed_process(), 1
     if self._client:
       self._ranks = jax.process_count()
-    self._own: memory.File | None = None
-    self._old: list[list[memory.File]] = []
-    if files := memory.inherited():
-      self._own, self._old = files
+    self._files = memory.inherited()
+    self._server: peers.Server | None = None
+    self._token = ""
+    self._copier: peers.Peer | None = None
+    if self._files and self._files.places < self._ranks:
+      self._serve(self._files)
     self._thread: threading.Thread | None = None
     self._error: Exception | None = None
     self._last: int | None = None  # step of the last snapshot
+
+  def _serve(self, files: memory.Inherited) -> None:
+    """Starts to exchange snapshots with other hosts."""
+    if self._rank == 0:
+      self._set("token", secrets.token_hex())
+    self._token = self._get("token")
+    host = compat.own_address() or "127.0.0.1"
+    self._server = peers.Server(host, self._token, files)
+    for rank in files.copies:
+      self._set(f"copier/{rank}", self._server.address)
+    self._copier = peers.Peer(self._get(f"copier/{self._rank}"), self._token)
 
   def take(self, step: int, state: Any) -> None:
     """Copies a state, and returns before the copy is complete.
@@ -70,13 +88,15 @@ class Snapshots:
       TypeError: a leaf is not an array, or is a typed key.
       OSError: there is not enough memory, for this or the last snapshot.
     """
-    if not self._own:
+    if not self._files:
       return
     self.wait()
     names = [name for name, _ in _leaves(state)]
     copies = _copy(jax.tree.leaves(state))
     self._thread = threading.Thread(
-      target=self._write, args=(self._own, step, names, copies), daemon=True
+      target=self._write,
+      args=(self._files.own, step, names, copies),
+      daemon=True,
     )
     self._thread.start()
 
@@ -118,26 +138,54 @@ class Snapshots:
     return source.step, jax.tree.unflatten(jax.tree.structure(like), arrays)
 
   def _newest(self) -> _Source | None:
-    """Returns the newest complete snapshot whose checksums hold."""
-    sources = [
-      _Source(files, step)
-      for files in reversed(self._old)
-      for step in sorted(memory.common_steps(files), reverse=True)
+    """Returns the newest complete snapshot whose checksums hold.
+
+    The ranks of a host share the work of reading all files of the host.
+    """
+    if (files := self._files) is None:
+      return None
+    here = [
+      (restart, rank, file)
+      for restart, ranks in files.old.items()
+      for rank, file in ranks.items()
     ]
-    good = {
-      at
-      for at, each in enumerate(sources)
-      if each.holds(self._rank, self._ranks)
-    }
-    if self._client:  # each rank has checked a part
-      key = f"{_GOOD}/{self._rank}"
-      self._client.key_value_set(key, json.dumps(sorted(good)))
-      for rank in range(self._ranks):
-        text = self._client.blocking_key_value_get(
-          f"{_GOOD}/{rank}", int(1000 * _AGREE_S)
-        )
-        good &= set(json.loads(text))
-    return sources[min(good)] if good else None
+    offers = [
+      (restart, rank, dataclasses.astuple(generation), ranks)
+      for restart, rank, file in here[files.place :: files.places]
+      for generation in file.generations()
+      if (ranks := _ranks_of(file, generation))
+    ]
+    answers = self._exchange(offers)
+    complete: dict[tuple[int, int], dict[int, _Part]] = {}
+    for peer, theirs in answers:
+      for restart, rank, fields, ranks in theirs:
+        generation = memory.Generation(*fields)
+        source = files.old.get(restart, {}).get(rank)
+        part = generation, source or peer.file(restart, rank), ranks
+        complete.setdefault((restart, generation.step), {})[rank] = part
+    for (_, step), parts in sorted(complete.items(), reverse=True):
+      if all(len(parts) == ranks for *_, ranks in parts.values()):
+        return _Source(step, parts.values())
+    return None
+
+  def _exchange(self, offers: list[Any]) -> list[tuple[peers.Peer, list[Any]]]:
+    """Returns the offers of all ranks; collective."""
+    if self._client is None:
+      return [(peers.Peer(("", 0), ""), offers)]
+    address = self._server.address if self._server else ("", 0)
+    self._set(f"offers/{self._rank}", [address, offers])
+    answers = [self._get(f"offers/{rank}") for rank in range(self._ranks)]
+    return [(peers.Peer(at, self._token), theirs) for at, theirs in answers]
+
+  def _set(self, key: str, value: Any) -> None:
+    text = json.dumps(value)
+    self._client.key_value_set(_FOLDER + key, text, allow_overwrite=True)
+
+  def _get(self, key: str) -> Any:
+    timeout = int(1000 * _AGREE_S)
+    return json.loads(
+      self._client.blocking_key_value_get(_FOLDER + key, timeout)
+    )
 
   def _write(
     self, file: memory.File, step: int, names: list[str], copies: list[Any]
@@ -164,19 +212,20 @@ class Snapshots:
               zlib.crc32(arrays[-1]),
             )
           )
-      index = {"rank": self._rank, "ranks": self._ranks, "chunks": chunks}
+      index = {"ranks": self._ranks, "chunks": chunks}
       file.write(step, index, arrays)
+      if self._copier:
+        self._copier.put(self._rank, step, index, arrays)
       self._last = step
       if self._client:
-        key = f"{_DONE}/{self._rank}"
-        self._client.key_value_set(key, str(step), allow_overwrite=True)
+        self._set(f"done/{self._rank}", step)
     except Exception as error:
       self._error = error
 
   def _wait_for_all(self, step: int | None) -> None:
     """Waits until all ranks have completed the snapshot of a step."""
     while self._client and step is not None:
-      done = self._client.key_value_dir_get(_DONE)
+      done = self._client.key_value_dir_get(_FOLDER + "done")
       if sum(int(text) >= step for _, text in done) == self._ranks:
         return
       time.sleep(_POLL_S)
@@ -194,34 +243,19 @@ class _Chunk(NamedTuple):
   checksum: int
 
 
-class _Source:
-  """The files of all ranks of an attempt, at one step."""
+_Part = tuple[memory.Generation, memory.File, int]
 
-  def __init__(self, files: Sequence[memory.File], step: int):
+
+class _Source:
+  """A snapshot of all ranks of an attempt, at one step."""
+
+  def __init__(self, step: int, parts: Iterable[_Part]):
     self.step = step
     self.chunks: dict[str, list[tuple[_Chunk, memory.File, int]]] = {}
-    self._is_complete = False
-    ranks = {*range(len(files))}
-    try:
-      for file in files:
-        (generation,) = (g for g in file.generations() if g.step == step)
-        index = file.index(generation)
-        ranks -= {index["rank"]} if index["ranks"] == len(files) else set()
-        position = generation.begin + generation.index_size
-        for chunk in itertools.starmap(_Chunk, index["chunks"]):
-          self.chunks.setdefault(chunk.name, []).append((chunk, file, position))
-          position += chunk.size
-      self._is_complete = not ranks
-    except ValueError:
-      pass  # a damaged index
-
-  def holds(self, rank: int, ranks: int) -> bool:
-    """Checks the part of a rank of the checksums."""
-    chunks = itertools.chain(*self.chunks.values())
-    return self._is_complete and all(
-      zlib.crc32(file.read(position, chunk.size)) == chunk.checksum
-      for chunk, file, position in itertools.islice(chunks, rank, None, ranks)
-    )
+    for generation, file, _ in parts:
+      index = file.index(generation)
+      for chunk, position in _chunks(generation, index):
+        self.chunks.setdefault(chunk.name, []).append((chunk, file, position))
 
   def array(self, name: str, like: Any) -> jax.Array:
     """Returns an array with the shape, dtype and sharding of `like`."""
@@ -266,6 +300,29 @@ class _Source:
             " in the snapshot a row after these is not zero."
           )
     return jax.make_array_from_callback(like.shape, like.sharding, box)
+
+
+def _chunks(
+  generation: memory.Generation, index: Any
+) -> Iterator[tuple[_Chunk, int]]:
+  """Yields the chunks of a generation, and their positions in the file."""
+  position = generation.begin + generation.index_size
+  for chunk in itertools.starmap(_Chunk, index["chunks"]):
+    yield chunk, position
+    position += chunk.size
+
+
+def _ranks_of(file: memory.File, generation: memory.Generation) -> int:
+  """Returns the number of ranks of a snapshot; 0 if a part is damaged."""
+  try:
+    index = file.index(generation)
+  except ValueError:
+    return 0
+  holds = all(
+    zlib.crc32(file.read(position, chunk.size)) == chunk.checksum
+    for chunk, position in _chunks(generation, index)
+  )
+  return int(index["ranks"]) if holds else 0
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:

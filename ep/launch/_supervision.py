@@ -138,7 +138,8 @@ class Outcome(NamedTuple):
   code: int  # the exit code of `launch`
   failure: str = ""  # the first failure; "" after a signal or a timeout
   failed_at: float = 0.0
-  lost: tuple[int, ...] = ()  # indices of the ranks that caused the failure
+  lost: tuple[int, ...] = ()  # indices of the ranks that may have caused it
+  is_sure: bool = False  # whether they have
 
 
 def watch(
@@ -224,9 +225,13 @@ def watch(
       _say_of(process, ": ".join(filter(None, [process.end, process.cause])))
     for rank in stuck:
       _say_of(rank, "was still running after another's failure")
-    lost = tuple(map(ranks.index, _lost(ranks, causes, stuck)))
-    failure = f"{first.name} {first.end}"
-    return Outcome(_exit_code(first), failure, first.ended_at, lost)
+    lost, is_sure = _lost(ranks, causes, stuck)
+    failure = ", ".join(
+      f"{p.name} {p.end}" for p in ((is_sure and lost) or [first])
+    )
+    indices = tuple(map(ranks.index, lost))
+    code = _exit_code(first)
+    return Outcome(code, failure, first.ended_at, indices, is_sure)
   for process in late:
     _report(
       process, "was still running at the timeout", shown=process is ranks[0]
@@ -238,19 +243,19 @@ def _lost(
   ranks: Sequence[Process],
   failed: Sequence[Process | hosts.Host],
   stuck: Sequence[Process],
-) -> Sequence[Process]:
-  """Returns the ranks of this host that caused a failure.
+) -> tuple[Sequence[Process], bool]:
+  """Returns ranks of this host that caused a failure, and whether it is sure.
 
   A rank that was killed is a cause. A rank that failed may only report another
-  rank that does not move: if most ranks fail, the others are the cause.
+  one: if most ranks fail, those that do not may be the cause.
   """
   aborted = -signal.SIGABRT  # libraries abort a process whose peer is gone
   killed = [r for r in ranks if r in failed and (r.code or 0) < 0]
   if killed := [rank for rank in killed if rank.code != aborted]:
-    return killed
-  if len(stuck) < len(failed) and stuck:
-    return stuck
-  return [rank for rank in ranks if rank is failed[0]]
+    return killed, True
+  if stuck:
+    return (stuck if len(stuck) < len(failed) else ()), False
+  return [rank for rank in ranks if rank is failed[0]], False
 
 
 def _alone(ranks: Sequence[Process]) -> str:

@@ -3,9 +3,14 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +20,9 @@ import numpy as np
 import pytest
 
 from ep import launch
+from ep.launch import _hosts as hosts
 from ep.launch import _memory as memory
+import programs
 
 _CASES = {
   "float32": jnp.arange(24.0).reshape(8, 3),
@@ -39,11 +46,13 @@ class Launcher:
 
   def __init__(self, monkeypatch):
     self.memory = memory.Memory()
+    self._restarts = itertools.count()
     self._monkeypatch = monkeypatch
 
   def start(self):
     """Returns the snapshots of a new rank."""
-    ((env, fds),) = self.memory.begin(1)
+    share = hosts.Share(next(self._restarts), first=0, ranks=1, total=1)
+    ((env, fds),) = self.memory.begin(share)
     self._monkeypatch.setenv(memory.VARIABLE, env[memory.VARIABLE])
     assert json.loads(env[memory.VARIABLE])["own"] in fds
     return launch.Snapshots()
@@ -124,7 +133,7 @@ def test_a_damaged_snapshot_is_not_restored(launcher, place):
   snapshots, state = launcher.start(), _state()
   _take(snapshots, 1, state)
   _take(snapshots, 2, _later(state))
-  file, _ = memory.inherited()
+  file = memory.inherited().own
   newest = file.generations()[0]
   at = {
     "entry": memory._ENTRY.size * (newest.begin != memory._PAGE) + 9,
@@ -200,7 +209,7 @@ def test_without_a_launcher_nothing_is_kept(monkeypatch):
 
 def test_the_memory_is_private_and_sealed(launcher):
   _take(launcher.start(), 1, _state())
-  file, _ = memory.inherited()
+  file = memory.inherited().own
   assert os.fstat(file.fd).st_mode & 0o777 == 0o600
   seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
   assert fcntl.fcntl(file.fd, fcntl.F_GET_SEALS) == seals
@@ -209,10 +218,11 @@ def test_the_memory_is_private_and_sealed(launcher):
 
 
 _PROGRAM = """
-import os, signal, time
+import os, signal
 from ep import launch
 launch.initialize()
 import jax
+import numpy as np
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -232,31 +242,65 @@ for n in range(done + 1, 31):
   state = jax.block_until_ready(step(state))
   if n % 3 == 0:
     snapshots.take(n, state)
-  if (restart, n, jax.process_index()) in [(0, 11, 1), (1, 22, 0)]:
-    os.kill(os.getpid(), signal.SIGKILL)
+  for victim, *place in KILLED:
+    if place == [restart, n, jax.process_index()]:
+      os.kill(victim(), signal.SIGKILL)
   multihost_utils.sync_global_devices("a step")
 assert int(state["n"]) == 30
-print([float(x).hex() for s in state["w"].addressable_shards for x in s.data])
+parts = [np.asarray(s.data) for s in state["w"].addressable_shards]
+print([float(x).hex() for x in np.concatenate(parts)])
 """
 
 
-def test_survivors_go_on_from_a_snapshot(tmp_path, capsys):
-  """Four ranks, three, two: the numbers are those of one rank."""
-  options = dict(num_processes=4, max_restarts=2, min_processes=2)
-  argv = ["-c", _PROGRAM]
-  assert launch.launch(argv, log_dir=tmp_path, timeout_s=200, **options) == 0
+def _check_result(folder, output, ranks):
+  """Checks the last numbers: they are those of one rank, in 30 steps."""
   want = np.arange(12, dtype=np.float32)
   for _ in range(30):
     want = want * np.float32(1.25) + np.float32(1)
-  logs = [
-    (tmp_path / "restart_2" / f"rank_{rank}.log").read_text()
-    for rank in range(2)
-  ]
   found = []
-  for log in logs:
-    done = int(re.search(r"begins after (\d+) of 2", log)[1])
-    assert done in (18, 21)  # the thread of a killed rank may not be done
+  for rank in range(ranks):
+    log = (folder / "restart_2" / f"rank_{rank}.log").read_text()
+    done = int(re.search(rf"begins after (\d+) of {ranks}", log)[1])
+    assert done in (18, 21)  # a killed rank may not have finished step 21
     found += [float.fromhex(x) for x in re.findall(r"'(0x\S+)'", log)]
   np.testing.assert_array_equal(np.float32(found), want)
-  assert "2 ranks joined" in (output := capsys.readouterr().out)
-  assert f"with a snapshot of step {done}" in output
+  assert re.search(
+    f"{ranks} ranks joined .*, with a snapshot of step {done}", output
+  )
+
+
+def test_survivors_go_on_from_a_snapshot(tmp_path, capsys):
+  """Four ranks, three, two."""
+  killed = "KILLED = [(os.getpid, 0, 11, 1), (os.getpid, 1, 22, 0)]\n"
+  options = dict(num_processes=4, max_restarts=2, min_processes=2)
+  argv = ["-c", "import os\n" + killed + _PROGRAM]
+  assert launch.launch(argv, log_dir=tmp_path, timeout_s=200, **options) == 0
+  _check_result(tmp_path, capsys.readouterr().out, ranks=2)
+
+
+def test_a_host_goes_on_from_copies(tmp_path):
+  """Host 0 loses a rank, and then host 1, whose launcher is killed."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    port = s.getsockname()[1]
+  program = tmp_path / "program.py"
+  killed = "KILLED = [(os.getpid, 0, 11, 1), (os.getppid, 1, 22, 2)]\n"
+  program.write_text("import os\n" + killed + _PROGRAM)
+  flags = ["--num_processes=2", "--num_hosts=2", "--max_restarts=2"]
+  flags += ["--min_processes=1", "--grace=5", "--timeout=200"]
+  flags += [f"--coordinator=127.0.0.1:{port}"]
+  launchers = []
+  for host in range(2):
+    own = [f"--host_id={host}", f"--log_dir={tmp_path / str(host)}"]
+    argv = [sys.executable, "-m", "ep", "launch", *flags, *own, str(program)]
+    launchers.append(
+      subprocess.Popen(
+        argv, env=programs.environment(), stdout=subprocess.PIPE, text=True
+      )
+    )
+  output, _ = launchers[0].communicate()
+  launchers[1].communicate()
+  assert launchers[0].returncode == 0, output
+  assert launchers[1].returncode == -signal.SIGKILL, output
+  assert "begins after 9 of 3" in output or "begins after 6 of 3" in output
+  _check_result(tmp_path / "0", output, ranks=1)
