@@ -226,9 +226,8 @@ def watch(
     for rank in stuck:
       _say_of(rank, "was still running after another's failure")
     lost, is_sure = _lost(ranks, causes, stuck)
-    failure = ", ".join(
-      f"{p.name} {p.end}" for p in ((is_sure and lost) or [first])
-    )
+    named = [f"{rank.name} {rank.end}" for rank in lost if is_sure]
+    failure = ", ".join(named) or f"{first.name} {first.end}"
     indices = tuple(map(ranks.index, lost))
     code = _exit_code(first)
     return Outcome(code, failure, first.ended_at, indices, is_sure)
