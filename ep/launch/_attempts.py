@@ -11,6 +11,7 @@ import pathlib
 import re
 import sys
 
+from ep._src.base import processes
 from ep.launch import _hosts as hosts
 from ep.launch import _memory as snapshots
 from ep.launch import _supervision as supervision
@@ -25,9 +26,6 @@ KEEP_MEMORY = {
   "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
   "MALLOC_ARENA_MAX": "1",
 }
-
-# The environment variable with the number of restarts so far.
-RESTART = "EP_LAUNCH_RESTART"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Job:
       "JAX_NUM_PROCESSES": str(share.total),
       "JAX_PROCESS_ID": str(rank),
       preemption: self.env.get(preemption, "0"),
-      RESTART: str(share.restart),
+      processes.RESTART: str(share.restart),
       "PYTHONUNBUFFERED": "1",
       "PYTHONFAULTHANDLER": "1",  # SIGABRT dumps the stacks of a stuck rank
     }
