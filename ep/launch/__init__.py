@@ -30,5 +30,6 @@ from ep._src.base import public as _public
 from ep.launch._initialize import initialize as initialize
 from ep.launch._initialize import inside_launcher as inside_launcher
 from ep.launch._launch import launch as launch
+from ep.launch._snapshots import Snapshots as Snapshots
 
 __all__ = list(_public.names(globals()))

@@ -35,6 +35,21 @@ def main(args: list[str]) -> int:
     action="store_true",
     help="start more processes than this host has memory for",
   )
+  add("--max_restarts", type=int, default=0, help="restarts after failures")
+  add("--max_restarts_per_hour", type=int)
+  add(
+    "--min_processes",
+    type=int,
+    help="ranks of all hosts with which a job may begin again (default: all)",
+  )
+  add(
+    "--grace",
+    dest="grace_s",
+    type=float,
+    default=10.0,
+    metavar="SECONDS",
+    help="time for ranks to end by themselves after a signal or a failure",
+  )
   rest = argparse.REMAINDER
   add("-m", dest="module", nargs=rest, help="module args...")
   add("script", nargs=rest, help="script.py args...")

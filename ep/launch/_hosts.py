@@ -2,25 +2,32 @@
 """Connects the launchers of several hosts, which start and exit together.
 
 Host 0 listens at the coordinator's address, and the others connect to it. All
-messages are lines of JSON. Each host sends its arguments; host 0 answers with
-an error, or with "" when all hosts have connected; and each host finally sends
-its exit code. TCP reports a launcher that has died, and, by keepalive probes, a
-host that is out of reach.
+messages are lines of JSON:
+
+    {"host_id": 1, ...}   the arguments of a host, when it connects
+    "", or an error       the answer of host 0, when all hosts have connected
+    {"restart": 0, ...}   the share of a host in the next attempt, from host 0
+    [code, "end"]         the result of a host in an attempt, to its peers
+    {"places": 8, ...}    the losses of a host, before a restart
+
+TCP reports a launcher that has died, and, by keepalive probes, a host that is
+out of reach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import json
 import select
 import socket
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 _RETRY_S = 0.2
 _HELLO_S = 5.0  # limit for the first message of a connected launcher
 _PROBE_S, _PROBES = 5, 2  # a host that misses these probes is out of reach
+_REPLACEMENT_S = 2.0  # wait for replacements while enough ranks are left
 
 
 class Host:
@@ -28,15 +35,12 @@ class Host:
 
   def __init__(self, name: str, connection: socket.socket):
     self.name = name
-    self.code: int | None = None  # exit code; None while the host runs
-    self.end = ""  # describes a failure
-    self.ended_at = 0.0
     # Empty, because the other host prints its cause and the path of its log.
     self.cause = ""
     self.where = ""
-    self._is_told = False
     self._connection = connection
-    self._lines = connection.makefile("rb")
+    self._received = b""
+    self.begin()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in [
       ("TCP_KEEPIDLE", _PROBE_S),
@@ -48,6 +52,13 @@ class Host:
         level = socket.IPPROTO_TCP
         connection.setsockopt(level, getattr(socket, option), value)
 
+  def begin(self) -> None:
+    """Forgets the result of the attempt before."""
+    self.code: int | None = None  # exit code; None while the host runs
+    self.end = ""  # describes a failure
+    self.ended_at = 0.0
+    self._is_told = False
+
   @property
   def was_alone(self) -> bool:
     """Whether a rank of the host exited with 0 before joining other ranks."""
@@ -55,10 +66,11 @@ class Host:
 
   def running(self) -> bool:
     """Returns whether the host runs; sets `code`, `end` and `ended_at`."""
-    connection = self._connection
-    if self.code is None and select.select([connection], [], [], 0)[0]:
+    if self.code is None and (
+      b"\n" in self._received or select.select([self._connection], [], [], 0)[0]
+    ):
       try:
-        self.code, self.end = self.receive()
+        self.code, self.end = self.receive(list)
       except ValueError:
         self.code, self.end = 1, "has ended without a word"
       except OSError as e:
@@ -70,45 +82,67 @@ class Host:
     return []
 
   def tell(self, code: int, end: str) -> None:
-    """Sends the result of this launcher; ignores later calls."""
+    """Sends the result of this launcher; ignores later calls of the attempt."""
     if not self._is_told:
       self._is_told = True
       self.send([code, end])
 
   def send(self, message: Any) -> None:
-    with contextlib.suppress(OSError):  # `running` reports the error
+    with contextlib.suppress(OSError):  # `receive` reports the error
       self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-  def receive(self, timeout_s: float | None = None) -> Any:
-    """Returns the next message.
+  def receive(self, kind: type, timeout_s: float | None = None) -> Any:
+    """Returns the next message of type `kind`; skips other messages.
 
     Raises:
       ValueError: the connection is closed, or the message is not JSON.
       OSError: the host is out of reach, or the timeout has passed.
     """
     self._connection.settimeout(timeout_s)
-    return json.loads(self._lines.readline())
+    while True:
+      while b"\n" not in self._received:
+        if not (more := self._connection.recv(4096)):
+          raise ValueError("the connection is closed")
+        self._received += more
+      line, _, self._received = self._received.partition(b"\n")
+      if isinstance(message := json.loads(line), kind):
+        return message
 
   def close(self) -> None:
-    self._lines.close()
     self._connection.close()
 
 
-def join(
-  stack: contextlib.ExitStack,
-  host_id: int,
-  coordinator: str,
-  common: Mapping[str, int],
-  timeout_s: float,
-) -> list[Host]:
-  """Waits for all hosts; returns the launchers that this launcher talks to.
+class Share(NamedTuple):
+  """The ranks that a host runs in an attempt."""
+
+  restart: int  # the number of restarts so far
+  first: int  # the first rank of the host
+  ranks: int
+  total: int  # ranks of all hosts
+  # The host keeps copies of the snapshots of `copies` ranks, from `copied` on.
+  copied: int = 0
+  copies: int = 0
+
+
+class Losses(NamedTuple):
+  """The ranks of a host before a restart."""
+
+  places: int
+  lost: int = 0  # ranks that may have caused the failure
+  is_sure: bool = False  # whether they have
+
+
+class Hosts:
+  """The hosts of a job, as this host knows them.
 
   Host 0 talks to all other hosts, and each other host to host 0.
 
   Args:
     stack: closes the connections.
+    host_id: index of this host.
     coordinator: an address of host 0 and a port, as host:port.
-    common: arguments by name that must be equal on all hosts, with "num_hosts".
+    common: arguments by name that must be equal on all hosts, with "num_hosts",
+      "num_processes" and "min_processes".
     timeout_s: the limit for all hosts to connect.
 
   Raises:
@@ -116,114 +150,222 @@ def join(
       not all have connected.
     ValueError: the coordinator's address is invalid.
   """
-  name, _, port = coordinator.rpartition(":")
-  try:
-    family, *_, address = socket.getaddrinfo(
-      name.strip("[]"), port, type=socket.SOCK_STREAM
-    )[0]
-  except OSError as e:
-    raise ValueError(
-      f"ep.launch: coordinator = {coordinator!r} ({e.strerror}), but it must be"
-      " host 0's address and a free port there, as in 10.0.0.1:1234."
-    ) from e
-  end = time.monotonic() + timeout_s
-  if host_id == 0:
-    return _gather(stack, family, address, common, end, timeout_s)
-  host = Host(f"host 0 ({address[0]})", _connect(address, end, timeout_s))
-  stack.enter_context(contextlib.closing(host))
-  host.send({"host_id": host_id, **common})
-  try:
-    wrong = host.receive(timeout_s)
-  except (OSError, ValueError):
-    wrong = (
-      f"the launcher of host 0 at {coordinator} let this host wait, or has"
-      " ended; see what it says, and start all hosts again."
-    )
-  if wrong:
-    raise RuntimeError(f"ep.launch: {wrong}")
-  return [host]
 
-
-def _connect(
-  address: tuple[Any, ...], end: float, timeout_s: float
-) -> socket.socket:
-  while True:
-    left = end - time.monotonic()
+  def __init__(
+    self,
+    stack: contextlib.ExitStack,
+    host_id: int,
+    coordinator: str,
+    common: Mapping[str, int],
+    timeout_s: float,
+  ):
+    self._stack, self._is_first = stack, host_id == 0
+    self._common, self._timeout_s = common, timeout_s
+    self._hosts: dict[int, Host] = {}  # by index
+    if common["num_hosts"] == 1:
+      return
+    name, _, port = coordinator.rpartition(":")
     try:
-      return socket.create_connection(address[:2], max(left, 0.01))
+      found = socket.getaddrinfo(
+        name.strip("[]"), port, type=socket.SOCK_STREAM
+      )
     except OSError as e:
-      if left < _RETRY_S:
-        raise RuntimeError(
-          f"ep.launch: host 0 did not come to {address[0]}, port {address[1]},"
-          f" within {timeout_s:g} s ({e.strerror or e}); start the same command"
-          " there with --host_id=0, and open the port in its firewall."
-        ) from e
-      time.sleep(_RETRY_S)
+      raise ValueError(
+        f"ep.launch: coordinator = {coordinator!r} ({e.strerror}), but it must"
+        " be host 0's address and a free port there, as in 10.0.0.1:1234."
+      ) from e
+    self._family: int = found[0][0]
+    self._address: tuple[Any, ...] = found[0][-1][:2]
+    self._at = "{}, port {}".format(*self._address)
+    if self._is_first:
+      self._accept_all()
+    else:
+      self._hosts[0] = self._connect(host_id)
 
+  @property
+  def peers(self) -> list[Host]:
+    return list(self._hosts.values())
 
-def _gather(
-  stack: contextlib.ExitStack,
-  family: int,
-  address: tuple[Any, ...],
-  common: Mapping[str, int],
-  end: float,
-  timeout_s: float,
-) -> list[Host]:
-  """Waits until all other hosts have connected to host 0."""
-  joined: dict[int, Host] = {}
-  wrong = ""
-  at = f"{address[0]}, port {address[1]}"
-  try:
-    server = socket.create_server(address[:2], family=family)
-  except OSError as e:
-    raise RuntimeError(
-      f"ep.launch: host 0 cannot listen at {at} ({e.strerror}); the coordinator"
-      " is an address of the host whose --host_id is 0, with a free port."
-    ) from e
-  with server:
-    while not wrong and len(joined) < common["num_hosts"] - 1:
-      server.settimeout(max(end - time.monotonic(), 0.001))
+  def divide(self, restart: int, losses: Losses) -> Share:
+    """Agrees with the other hosts on the ranks of an attempt.
+
+    Args:
+      restart: the number of restarts so far.
+      losses: those of this host.
+
+    Raises:
+      RuntimeError: host 0 has gone, or too few ranks are left.
+    """
+    for host in self.peers:
+      host.begin()
+    if not self._is_first:
+      if restart:
+        self._hosts[0].send(losses._asdict())
       try:
-        connection, (ip, *_) = server.accept()
-      except TimeoutError:
-        late = set(range(1, common["num_hosts"])) - joined.keys()
+        return Share(**self._hosts[0].receive(dict, 2 * self._timeout_s))
+      except (OSError, ValueError, TypeError) as e:
+        raise RuntimeError("ep.launch: host 0 starts no further ranks.") from e
+    told, before = {0: losses}, len(self._hosts)
+    for index, host in [*self._hosts.items()]:
+      try:
+        told[index] = losses
+        if restart:
+          told[index] = Losses(**host.receive(dict, self._timeout_s))
+      except (OSError, ValueError, TypeError):
+        del told[index]
+        self._hosts.pop(index).close()
+    lefts = _left(told, is_host_lost=len(self._hosts) < before)
+    needed, whole = self._common["min_processes"], self._common["num_processes"]
+    if len(told) < self._common["num_hosts"]:
+      is_enough = sum(lefts.values()) >= needed
+      self._accept_replacements(
+        _REPLACEMENT_S if is_enough else self._timeout_s
+      )
+      lefts |= dict.fromkeys(self._hosts.keys() - lefts.keys(), whole)
+    if sum(lefts.values()) < needed:
+      lefts = dict.fromkeys(lefts, whole)
+    total = sum(lefts.values())
+    if total < needed:
+      raise RuntimeError(
+        f"ep.launch: {total} ranks are left, but min_processes = {needed}; no"
+        f" other host came within {self._timeout_s:g} s."
+      )
+    first, shares = 0, {}
+    copied, copies = total - lefts[max(lefts)], lefts[max(lefts)]
+    for index, ranks in sorted(lefts.items()):
+      shares[index] = Share(restart, first, ranks, total, copied, copies)
+      copied, copies = first, ranks
+      first += ranks
+    if len(lefts) == 1:
+      return shares[0]._replace(copies=0)
+    for index, host in self._hosts.items():
+      host.send(shares[index]._asdict())
+    return shares[0]
+
+  def _connect(self, host_id: int) -> Host:
+    """Connects to host 0, and waits for its answer."""
+    end = time.monotonic() + self._timeout_s
+    while True:
+      left = end - time.monotonic()
+      try:
+        connection = socket.create_connection(self._address, max(left, 0.01))
+      except OSError as e:
+        if left < _RETRY_S:
+          raise RuntimeError(
+            f"ep.launch: host 0 did not come to {self._at}, within"
+            f" {self._timeout_s:g} s ({e.strerror or e}); start the same"
+            " command there with --host_id=0, and open the port in its"
+            " firewall."
+          ) from e
+        time.sleep(_RETRY_S)
+        continue
+      host = Host(f"host 0 ({self._address[0]})", connection)
+      host.send({"host_id": host_id, **self._common})
+      try:
+        wrong = host.receive(str, max(left, 0.01))
+      except (OSError, ValueError):
         wrong = (
-          f"of {common['num_hosts']} hosts these did not come to host 0 at"
-          f" {at}, within {timeout_s:g} s: {', '.join(map(str, sorted(late)))};"
-          " start the same command there, each with its own --host_id."
+          f"the launcher of host 0 at {self._at} let this host wait, or has"
+          " ended; see what it says, and start all hosts again."
         )
-        break
-      host = stack.enter_context(contextlib.closing(Host(ip, connection)))
-      try:
-        theirs = host.receive(_HELLO_S)
-        number = theirs.pop("host_id")
-      except (OSError, ValueError, KeyError, AttributeError):
-        continue  # the sender is no launcher
-      wrong = _difference(common, number, theirs)
-      if number in joined:
+        # While ranks run, JAX's coordination service has the port. It closes
+        # the connection, and this host replaces another one later.
+        if left > _RETRY_S:
+          host.close()
+          time.sleep(_RETRY_S)
+          continue
+      self._stack.enter_context(contextlib.closing(host))
+      if wrong:
+        raise RuntimeError(f"ep.launch: {wrong}")
+      return host
+
+  def _accept_all(self) -> None:
+    """Waits until all other hosts have connected to host 0."""
+    wrong = ""
+    for number, host, wrong in self._arrivals(self._timeout_s):
+      if number in self._hosts:
         wrong = (
-          f"{joined[number].name} and host {ip} were both started with"
+          f"{self._hosts[number].name} and {host.name} were both started with"
           f" --host_id={number}; each host needs another number."
         )
         host.send(wrong)
-      host.name = f"host {number} ({ip})"
-      joined.setdefault(number, host)
-  for host in joined.values():
-    host.send(wrong)
-  if wrong:
-    raise RuntimeError(f"ep.launch: {wrong}")
-  return list(joined.values())
-
-
-def _difference(
-  common: Mapping[str, int], number: int, theirs: Mapping[str, int]
-) -> str:
-  """Describes the first argument in which host `number` differs from host 0."""
-  for name, value in common.items():
-    if theirs.get(name) != value:
-      return (
-        f"host {number} was started with --{name}={theirs.get(name)}, but host"
-        f" 0 with --{name}={value}; run the same command on every host, with"
-        " another --host_id."
+      self._hosts.setdefault(number, host)
+      if wrong:
+        break
+    late = {*range(1, self._common["num_hosts"])} - self._hosts.keys()
+    if late and not wrong:
+      wrong = (
+        f"of {self._common['num_hosts']} hosts these did not come to host 0 at"
+        f" {self._at}, within {self._timeout_s:g} s:"
+        f" {', '.join(map(str, sorted(late)))}; start the same command there,"
+        " each with its own --host_id."
       )
-  return ""
+    for host in self.peers:
+      host.send(wrong)
+    if wrong:
+      raise RuntimeError(f"ep.launch: {wrong}")
+
+  def _accept_replacements(self, timeout_s: float) -> None:
+    """Accepts hosts that are missing, and refuses others."""
+    for number, host, wrong in self._arrivals(timeout_s):
+      if number in self._hosts:
+        wrong = f"a host with --host_id={number} already runs ranks."
+      host.send(wrong)
+      if not wrong:
+        self._hosts[number] = host
+
+  def _arrivals(self, timeout_s: float) -> Iterator[tuple[int, Host, str]]:
+    """Yields each host that connects: its index, and an error if it differs.
+
+    Ends when no host is missing, or after the timeout.
+    """
+    end = time.monotonic() + timeout_s
+    try:
+      server = socket.create_server(self._address, family=self._family)
+    except OSError as e:
+      raise RuntimeError(
+        f"ep.launch: host 0 cannot listen at {self._at} ({e.strerror}); the"
+        " coordinator is an address of the host whose --host_id is 0, with a"
+        " free port."
+      ) from e
+    with server:
+      while len(self._hosts) < self._common["num_hosts"] - 1:
+        server.settimeout(max(end - time.monotonic(), 0.001))
+        try:
+          connection, (ip, *_) = server.accept()
+        except TimeoutError:
+          return
+        host = Host(f"host {ip}", connection)
+        self._stack.enter_context(contextlib.closing(host))
+        try:
+          theirs = host.receive(dict, _HELLO_S)
+          number = int(theirs.pop("host_id"))
+        except (OSError, ValueError, KeyError, TypeError):
+          continue  # the sender is no launcher
+        host.name = f"host {number} ({ip})"
+        yield number, host, self._difference(number, theirs)
+
+  def _difference(self, number: int, theirs: Mapping[str, int]) -> str:
+    """Describes the first argument in which a host differs from host 0."""
+    for name, value in self._common.items():
+      if theirs.get(name) != value:
+        return (
+          f"host {number} was started with --{name}={theirs.get(name)}, but"
+          f" host 0 with --{name}={value}; run the same command on every host,"
+          " with another --host_id."
+        )
+    return ""
+
+
+def _left(told: Mapping[int, Losses], is_host_lost: bool) -> dict[int, int]:
+  """Returns the ranks that each host has left.
+
+  After a sure loss, or that of a host, other ranks only reported it. Suspects
+  on several hosts may all report another rank.
+  """
+  is_sure = is_host_lost or any(each.is_sure for each in told.values())
+  is_known = is_sure or sum(each.lost > 0 for each in told.values()) > 1
+  return {
+    index: each.places - each.lost * (each.is_sure or not is_known)
+    for index, each in told.items()
+  }

@@ -56,6 +56,7 @@ def initialize() -> None:
       _check_alone()
     count = count or cluster_count or 1
   if count == 1:
+    processes.tell("joined")
     return
   if inside_launcher():
     name = "JAX_COORDINATOR_ADDRESS"

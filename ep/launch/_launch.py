@@ -5,32 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
+import math
 import os
 import pathlib
-import re
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
+import time
 
 from ep._src.base import arguments
 from ep._src.native import gpus
+from ep.launch import _attempts as attempts
 from ep.launch import _hosts as hosts
 from ep.launch import _limits as limits
-from ep.launch import _supervision as supervision
-
-_COORDINATOR = str(pathlib.Path(__file__).parent / "_coordinator.py")
-
-# Environment of CPU ranks. XLA allocates every result with malloc, which by
-# default returns large blocks to the kernel. The kernel then has to zero their
-# pages again, which takes longer than an exchange (docs/performance.md).
-_KEEP_MEMORY = {
-  "MALLOC_MMAP_MAX_": "0",
-  "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-  "MALLOC_ARENA_MAX": "1",
-}
+from ep.launch import _memory as snapshots
+from ep.launch import _restarts as restarts
 
 
 def launch(
@@ -48,6 +39,9 @@ def launch(
   coordinator: str | None = None,
   join_timeout_s: float = 300.0,
   oversubscribe: bool = False,
+  max_restarts: int = 0,
+  max_restarts_per_hour: int | None = None,
+  min_processes: int | None = None,
 ) -> int:
   """Runs `python *argv` in `num_processes` processes, and waits for them.
 
@@ -74,6 +68,19 @@ def launch(
   If ranks end without a call of `initialize`, a line on stderr names them: such
   a rank sees only its own devices, as if it were the whole job. If other ranks
   wait for it in `initialize`, it has failed, whatever its exit code.
+
+  With `max_restarts`, the job begins again after a failure, when all its ranks
+  have ended: with the same program, arguments and coordinator, and with new
+  ranks. If fewer ranks than at the start may remain (`min_processes`), the
+  places of ranks that caused the failure stay empty, and the other ranks are
+  numbered anew; so is a job on several hosts without a host that is out of
+  reach. A rank causes a failure if a signal kills it, if it does not end when
+  most of the others have failed, or if it is the first to fail. When
+  fewer than `min_processes` would remain, all places are used again, and
+  missing hosts are waited for. A launcher that is started with the number of a
+  missing host joins the job at its next restart. A job does not survive host 0.
+  For each restart, a line says why it was necessary, and how long it took until
+  all ranks had joined. The logs of restart n are in the folder `restart_<n>`.
 
   The launcher passes SIGINT and SIGTERM on to the ranks, which then have
   `grace_s` to end.
@@ -105,9 +112,16 @@ def launch(
     join_timeout_s: seconds that hosts wait for each other at the start.
     oversubscribe: whether to start more processes than this host can hold, by
       its memory and its processors.
+    max_restarts: how often a job that failed begins again. A restart waits if
+      ranks failed within 5 s of joining: 1 s, and twice as long each time, at
+      most 60 s.
+    max_restarts_per_hour: a further limit, or None.
+    min_processes: the number of ranks, on all hosts, with which a job may begin
+      again. By default all of them: new processes replace the lost ones.
 
   Returns:
-    0 if every rank succeeded. Otherwise the exit code of the first failed rank,
+    0 if every rank succeeded. Otherwise, of the last attempt, the exit code of
+    the first failed rank,
     or 128 + n if signal n killed it; 128 + n if this process got signal n; 124
     after a timeout; 1 if only some of the ranks joined.
 
@@ -136,6 +150,21 @@ def launch(
     raise ValueError(
       f"ep.launch: host_id = {host_id}, but the hosts are 0..{num_hosts - 1}."
     )
+  most = num_hosts * num_processes
+  min_processes = most if min_processes is None else min_processes
+  counts = dict(
+    max_restarts=(max_restarts, 0, math.inf),
+    min_processes=(min_processes, 1, most),
+  )
+  if max_restarts_per_hour is not None:
+    counts["max_restarts_per_hour"] = (max_restarts_per_hour, 1, math.inf)
+  for name, (value, least, largest) in counts.items():
+    if not least <= arguments.integer("ep.launch", name, value) <= largest:
+      raise ValueError(
+        f"ep.launch: {name} = {value}, but it must be at least {least}"
+        + (f" and at most {largest}, the number of ranks." * (largest == most))
+      )
+  common |= dict(max_restarts=max_restarts, min_processes=min_processes)
   if num_hosts > 1 and coordinator is None:
     raise ValueError(
       f"ep.launch: num_hosts = {num_hosts}, but there is no coordinator; pass"
@@ -146,12 +175,11 @@ def launch(
   if coordinator is not None:
     arguments.check_address("ep.launch", "coordinator", coordinator)
   env = {"JAX_PLATFORMS": "cpu", **os.environ, **(env or {})}
-  env_of_ranks: Sequence[Mapping[str, str]] = [{}] * num_processes
+  env_of_places: Sequence[Mapping[str, str]] = [{}] * num_processes
   if gpus.wanted(env):
-    env_of_ranks = gpus.rank_variables(num_processes, ranks_per_gpu)
+    env_of_places = gpus.rank_variables(num_processes, ranks_per_gpu)
   else:
-    env = _KEEP_MEMORY | env
-  first, total = host_id * num_processes, num_hosts * num_processes
+    env = attempts.KEEP_MEMORY | env
   outputs = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
   keep_logs = bool(log_dir or outputs)
   logs = pathlib.Path(log_dir or tempfile.mkdtemp("", "ranks_", outputs))
@@ -164,56 +192,31 @@ def launch(
         f"ep.launch: log_dir = {str(logs)!r}, but no file can be written there"
         f" ({e.strerror}); pass another folder."
       ) from e
-    states_of_ranks = pathlib.Path(stack.enter_context(folder))
-    peers: list[hosts.Host] = []
-    if num_hosts > 1:
-      assert coordinator
-      peers = hosts.join(stack, host_id, coordinator, common, join_timeout_s)
-    else:
-      port = stack.enter_context(_reserved_port())
-      coordinator = f"127.0.0.1:{port}"
+    states = pathlib.Path(stack.enter_context(folder))
+    if num_hosts == 1:
+      coordinator = f"127.0.0.1:{stack.enter_context(_reserved_port())}"
+    assert coordinator
+    team = hosts.Hosts(stack, host_id, coordinator, common, join_timeout_s)
     signals = stack.enter_context(_caught_signals())
-
-    def start(
-      name: str, argv: Sequence[str], env: Mapping[str, str]
-    ) -> supervision.Process:
-      process = supervision.Process(
-        name, argv, logs / f"{name}.log", env, states_of_ranks / name
-      )
-      stack.callback(process.kill)
-      return process
-
-    ranks = [
-      start(
-        f"rank_{first + index}",
-        argv,
-        _rank_env(
-          first + index,
-          total,
-          devices_per_process,
-          coordinator,
-          {**env, **env_of_ranks[index]},
-        ),
-      )
-      for index in range(num_processes)
-    ]
-    others = []
-    if total > 1 and host_id == 0:
-      program = [_COORDINATOR, coordinator, str(total)]
-      others = [start("coordinator", program, _python_env(os.environ))]
-    code = supervision.watch(ranks, others, peers, signals, timeout_s, grace_s)
-    if total > 1 and not signals:
-      alone = [r for r in ranks if not (r.told("joining") or r.told("joined"))]
-      if alone:
-        names = ", ".join(rank.name.removeprefix("rank ") for rank in alone)
-        supervision.write(
-          sys.stderr,
-          f"ep.launch: of {num_processes} ranks, these have not joined the"
-          f" others: {names}. Such a rank sees its own devices only, and takes"
-          " itself for the whole job. Call ep.launch.initialize() before"
-          " anything else touches JAX.\n",
-        )
-      code = code or int(0 < len(alone) < num_processes)
+    memory = None
+    if max_restarts and hasattr(os, "memfd_create"):  # on Linux
+      memory = stack.enter_context(contextlib.closing(snapshots.Memory()))
+    job = attempts.Job(
+      argv=argv,
+      env=env,
+      env_of_places=env_of_places,
+      devices_per_process=devices_per_process,
+      coordinator=coordinator,
+      logs=logs,
+      states=states,
+      team=team,
+      memory=memory,
+      signals=signals,
+      timeout_at=time.monotonic() + (timeout_s or math.inf),
+      grace_s=grace_s,
+    )
+    limits_of_restarts = restarts.Restarts(max_restarts, max_restarts_per_hour)
+    code = restarts.run(job, num_processes, limits_of_restarts)
   if code == 0 and not keep_logs:
     shutil.rmtree(logs)
   return code
@@ -250,33 +253,3 @@ def _caught_signals() -> Iterator[list[int]]:
   finally:
     for signum, handler in before.items():
       signal.signal(signum, handler)
-
-
-def _rank_env(
-  index: int,
-  num_processes: int,
-  devices_per_process: int,
-  coordinator: str,
-  env: Mapping[str, str],
-) -> dict[str, str]:
-  env = {
-    **_python_env(env),
-    "JAX_COORDINATOR_ADDRESS": coordinator,
-    "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:0",  # rank 0's unused service
-    "JAX_NUM_PROCESSES": str(num_processes),
-    "JAX_PROCESS_ID": str(index),
-    "JAX_ENABLE_PREEMPTION_SERVICE": env.get(
-      "JAX_ENABLE_PREEMPTION_SERVICE", "0"
-    ),
-    "PYTHONUNBUFFERED": "1",
-    "PYTHONFAULTHANDLER": "1",  # SIGABRT dumps the stacks of a stuck rank
-  }
-  flag = "--xla_force_host_platform_device_count"
-  others = re.sub(rf"{flag}=\S*", "", env.get("XLA_FLAGS", ""))
-  env["XLA_FLAGS"] = f"{others} {flag}={devices_per_process}".strip()
-  return env
-
-
-def _python_env(env: Mapping[str, str]) -> dict[str, str]:
-  # A Bazel launcher may have changed sys.path, but not PYTHONPATH.
-  return {**env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

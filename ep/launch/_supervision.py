@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from ep._src.base import processes
 from ep.launch import _hosts as hosts
@@ -51,6 +51,7 @@ class Process:
     log: pathlib.Path,
     env: Mapping[str, str],
     state: pathlib.Path,
+    fds: Sequence[int] = (),
   ):
     self.name = name.replace("_", " ")
     self.log = log
@@ -65,6 +66,7 @@ class Process:
         stdout=stdout,
         stderr=subprocess.STDOUT,
         env={**env, processes.VARIABLE: str(state)},
+        pass_fds=fds,
         start_new_session=True,  # it gets signals only from this launcher
       )
 
@@ -130,24 +132,35 @@ class Process:
     return f"was killed by signal {-self.code}{why}"
 
 
+class Outcome(NamedTuple):
+  """How the ranks of this host ended."""
+
+  code: int  # the exit code of `launch`
+  failure: str = ""  # the first failure; "" after a signal or a timeout
+  failed_at: float = 0.0
+  lost: tuple[int, ...] = ()  # indices of the ranks that may have caused it
+  is_sure: bool = False  # whether they have
+
+
 def watch(
   ranks: Sequence[Process],
   others: Sequence[Process],
   peers: Sequence[hosts.Host],
   signals: Sequence[int],
-  timeout_s: float | None,
+  timeout_at: float,
   grace_s: float,
-) -> int:
+  joined: Callable[[], None],
+) -> Outcome:
   """Waits for ranks, kills them as `launch` documents, and reports failures.
 
   Also waits for the `peers`, and sends each one the result when everything else
   has ended. If one of the `others` (the coordination service) ends, that is a
-  failure, whatever its exit code.
+  failure, whatever its exit code. Calls `joined` when all ranks have joined.
   """
-  timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
   watched: list[Process | hosts.Host] = [*ranks, *others, *peers]
   ended: list[Process | hosts.Host] = []
   failed: list[Process | hosts.Host] = []
+  outside = {*ranks}  # ranks that have not joined
   with _Follower(ranks[0].log) as terminal:
 
     def wait(limit: float, condition: Callable[[], object] = bool) -> None:
@@ -157,6 +170,10 @@ def watch(
         failed.extend(p for p in ended if p not in failed and has_failed(p))
         failed.sort(key=lambda p: p.ended_at)
         terminal.copy()
+        arrived = {rank for rank in outside if rank.told("joined")}
+        outside.difference_update(arrived)
+        if arrived and not outside:
+          joined()
         is_over = signals or failed
         rest = {*ranks, *(() if is_over else peers)} - {*ended}
         for peer in () if is_over else peers:
@@ -199,8 +216,8 @@ def watch(
     wait(_in(_KILL_AFTER_S))
 
   if signals:
-    _say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
-    return 128 + signals[0]
+    say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
+    return Outcome(128 + signals[0])
   if causes:
     first, *rest = causes
     _report(first, first.end, shown=first is ranks[0])
@@ -208,12 +225,36 @@ def watch(
       _say_of(process, ": ".join(filter(None, [process.end, process.cause])))
     for rank in stuck:
       _say_of(rank, "was still running after another's failure")
-    return _exit_code(first)
+    lost, is_sure = _lost(ranks, causes, stuck)
+    named = [f"{rank.name} {rank.end}" for rank in lost if is_sure]
+    failure = ", ".join(named) or f"{first.name} {first.end}"
+    indices = tuple(map(ranks.index, lost))
+    code = _exit_code(first)
+    return Outcome(code, failure, first.ended_at, indices, is_sure)
   for process in late:
     _report(
       process, "was still running at the timeout", shown=process is ranks[0]
     )
-  return _TIMED_OUT if late else 0
+  return Outcome(_TIMED_OUT if late else 0)
+
+
+def _lost(
+  ranks: Sequence[Process],
+  failed: Sequence[Process | hosts.Host],
+  stuck: Sequence[Process],
+) -> tuple[Sequence[Process], bool]:
+  """Returns ranks of this host that caused a failure, and whether it is sure.
+
+  A rank that was killed is a cause. A rank that failed may only report another
+  one: if most ranks fail, those that do not may be the cause.
+  """
+  aborted = -signal.SIGABRT  # libraries abort a process whose peer is gone
+  killed = [r for r in ranks if r in failed and (r.code or 0) < 0]
+  if killed := [rank for rank in killed if rank.code != aborted]:
+    return killed, True
+  if stuck:
+    return (stuck if len(stuck) < len(failed) else ()), False
+  return [rank for rank in ranks if rank is failed[0]], False
 
 
 def _alone(ranks: Sequence[Process]) -> str:
@@ -247,14 +288,14 @@ def _report(process: Process | hosts.Host, what: str, shown: bool) -> None:
   _say_of(process, what)
   if not shown:
     lines = process.last_lines(_TAIL_LINES)
-    _say("".join(f"  | {line}\n" for line in lines))
+    say("".join(f"  | {line}\n" for line in lines))
 
 
 def _say_of(process: Process | hosts.Host, what: str) -> None:
-  _say(f"ep.launch: {process.name} {what}{process.where}\n")
+  say(f"ep.launch: {process.name} {what}{process.where}\n")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
   """Writes to stdout, or to stderr if stdout is closed."""
   for stream in (sys.stdout, sys.stderr):
     if write(stream, text):

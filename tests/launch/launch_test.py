@@ -18,6 +18,7 @@ import pytest
 
 from ep import launch
 from ep._src.native import gpus
+from ep.launch import _attempts as attempts
 from ep.launch import _command as command
 from ep.launch import _launch
 from ep.launch import _limits as limits
@@ -96,7 +97,7 @@ def test_ranks_have_their_variables_and_logs_are_kept(
   """`devices_per_process` replaces the user's flag; other variables stay."""
   count = "--xla_force_host_platform_device_count="
   monkeypatch.setenv("XLA_FLAGS", f"--a=1 {count}4 --b=2")
-  for name in _launch._KEEP_MEMORY:
+  for name in attempts.KEEP_MEMORY:
     monkeypatch.delenv(name, raising=False)
   users = {"EXTRA": "é", "MALLOC_MMAP_MAX_": "7"}
   options = dict(num_processes=3, devices_per_process=5, env=users)
@@ -104,7 +105,7 @@ def test_ranks_have_their_variables_and_logs_are_kept(
   logs = _logs(tmp_path, 3)
   for rank, variables in enumerate(map(_variables, logs)):
     own = {"JAX_PROCESS_ID": str(rank), "JAX_NUM_PROCESSES": "3"}
-    assert (_launch._KEEP_MEMORY | users | own).items() <= variables.items()
+    assert (attempts.KEEP_MEMORY | users | own).items() <= variables.items()
     assert variables["XLA_FLAGS"].split() == ["--a=1", "--b=2", f"{count}5"]
   assert capsys.readouterr().out == logs[0]
 
@@ -604,7 +605,7 @@ def test_without_a_coordinator_no_rank_waits_for_it(
   tmp_path, monkeypatch, capsys
 ):
   broken = _script(tmp_path, "raise SystemExit('no jaxlib here')")
-  monkeypatch.setattr(_launch, "_COORDINATOR", str(broken))
+  monkeypatch.setattr(attempts, "_COORDINATOR", str(broken))
   assert _launch_code(_STUCK, log_dir=tmp_path) == 1
   out = capsys.readouterr().out
   assert "coordinator failed with exit code 1" in out

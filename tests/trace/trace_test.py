@@ -182,7 +182,7 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
 
 
 def test_groups_of_one_name_have_separate_files(folder, monkeypatch):
-  """A group is resized, then each process makes a group of the same name."""
+  """Groups after a resize, and of each process, as if after two restarts."""
   monkeypatch.setenv("EP_TRACE", str(folder))
   group = bootstrap(make_mesh({"ep": 4}), name="x/y")
   with contexts.in_trace(True):
@@ -190,6 +190,7 @@ def test_groups_of_one_name_have_separate_files(folder, monkeypatch):
     with ep.ep_resize(group, max_tokens_per_rank=9) as larger:
       run(ep.EpLayerConfig(larger), num_steps=2)
   own = jax.sharding.Mesh(np.array(jax.local_devices()), "ep")
+  monkeypatch.setenv("EP_LAUNCH_RESTART", "2")
   ep.ep_finalize(bootstrap(own, name="x/y"))
   multihost_utils.sync_global_devices("all parts are written")
   if jax.process_index() == 0:
@@ -201,6 +202,7 @@ def test_groups_of_one_name_have_separate_files(folder, monkeypatch):
     assert found.pop("x%2Fy.json.gz") == 9
     assert found.pop("x%2Fy@2.json.gz") == 6
     assert [*found.values()] == [0] * jax.process_count()
+    assert all(name.endswith(".restart_2.json.gz") for name in found)
 
 
 def test_two_groups_are_not_traced_to_one_path(folder):

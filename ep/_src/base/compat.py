@@ -375,6 +375,22 @@ def distributed_process() -> int:
   return _distributed.global_state.process_id
 
 
+def own_address() -> str | None:
+  """Returns this host's address in the network of the coordinator, or None."""
+  name, _, port = (
+    _distributed.global_state.coordinator_address or ""
+  ).rpartition(":")
+  try:
+    family, *_, address = socket.getaddrinfo(
+      name.strip("[]"), port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+      probe.connect(address)  # UDP: sends nothing
+      return str(probe.getsockname()[0])
+  except OSError:  # the coordinator's address is no host and port
+    return None
+
+
 def bind_cpu_collectives() -> None:
   """Binds XLA's CPU collectives to the interface that reaches the coordinator.
 
@@ -383,20 +399,12 @@ def bind_cpu_collectives() -> None:
   """
   if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
     return
-  state = _distributed.global_state
-  name, _, port = (state.coordinator_address or "").rpartition(":")
-  try:
-    family, *_, address = socket.getaddrinfo(
-      name.strip("[]"), port, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-      probe.connect(address)  # UDP: sends nothing
-      own = probe.getsockname()[0]
-  except OSError:  # the coordinator's address is no host and port
+  if (own := own_address()) is None:
     return
+  client = distributed_client()
 
   def make_client() -> Any:
-    gloo = _jax.make_gloo_tcp_collectives(state.client, hostname=own)
+    gloo = _jax.make_gloo_tcp_collectives(client, hostname=own)
     return _xla_bridge.make_cpu_client(gloo)
 
   _xla_bridge.register_backend_factory(

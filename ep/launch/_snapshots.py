@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies the state of a training run into memory that outlives its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+import itertools
+import json
+import secrets
+import threading
+import time
+from typing import Any, NamedTuple
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.base import compat
+from ep.launch import _memory as memory
+from ep.launch import _peers as peers
+
+_POLL_S = 0.02
+_AGREE_S = 120.0  # limit for the other ranks to check the snapshots
+_FOLDER = "ep/snapshot/"  # in the job's key-value store
+
+
+class Snapshots:
+  """Snapshots of a state, from which a job goes on after a rank has died.
+
+      snapshots = ep.launch.Snapshots()
+      found = snapshots.restore(state)  # the first state of a run
+      done, state = found or (0, state)
+      for step in range(done + 1, last + 1):
+        state = train(state)
+        if step % 10 == 0:
+          snapshots.take(step, state)
+
+  The memory is the launcher's: `ep.launch` with `max_restarts`, on Linux. On
+  several hosts, each host also keeps a copy for the host before it, so that the
+  state survives any host but host 0, and any hosts that are not neighbours.
+  Without such a launcher, nothing is kept, and `restore` returns None.
+  Snapshots take twice the memory of the state, or four times on several hosts,
+  and vanish with the launcher, so a run also needs checkpoints on disk.
+
+  All ranks call `take` and `restore` with the same steps and trees.
+  """
+
+  def __init__(self) -> None:
+    self._client = compat.distributed_client()
+    self._rank, self._ranks = compat.distributed_process(), 1
+    if self._client:
+      self._ranks = jax.process_count()
+    self._files = memory.inherited()
+    self._server: peers.Server | None = None
+    self._token = ""
+    self._copier: peers.Peer | None = None
+    if self._files and self._files.places < self._ranks:
+      self._serve(self._files)
+    self._thread: threading.Thread | None = None
+    self._error: Exception | None = None
+    self._last: int | None = None  # step of the last snapshot
+
+  def _serve(self, files: memory.Inherited) -> None:
+    """Starts to exchange snapshots with other hosts."""
+    if self._rank == 0:
+      self._set("token", secrets.token_hex())
+    self._token = self._get("token")
+    host = compat.own_address() or "127.0.0.1"
+    self._server = peers.Server(host, self._token, files)
+    for rank in files.copies:
+      self._set(f"copier/{rank}", self._server.address)
+    self._copier = peers.Peer(self._get(f"copier/{self._rank}"), self._token)
+
+  def take(self, step: int, state: Any) -> None:
+    """Copies a state, and returns before the copy is complete.
+
+    The devices copy the arrays first, so that a program may then donate them;
+    a thread copies them on. If the snapshot before is not complete, this call
+    waits for it.
+
+    Args:
+      step: a number that grows from call to call.
+      state: a tree of arrays of this process's mesh.
+
+    Raises:
+      TypeError: a leaf is not an array, or is a typed key.
+      OSError: there is not enough memory, for this or the last snapshot.
+    """
+    if not self._files:
+      return
+    self.wait()
+    names = [name for name, _ in _leaves(state)]
+    copies = _copy(jax.tree.leaves(state))
+    self._thread = threading.Thread(
+      target=self._write,
+      args=(self._files.own, step, names, copies),
+      daemon=True,
+    )
+    self._thread.start()
+
+  def wait(self) -> None:
+    """Waits for the last snapshot; raises its error, if any."""
+    if self._thread:
+      self._thread.join()
+      self._thread = None
+    if self._error:
+      error, self._error = self._error, None
+      raise error
+
+  def restore(self, like: Any) -> tuple[int, Any] | None:
+    """Returns the newest snapshot that all ranks completed, and its step.
+
+    Collective over all ranks. The ranks may be fewer or more than those that
+    took the snapshot, and may divide arrays otherwise.
+
+    Args:
+      like: arrays, or `jax.ShapeDtypeStruct`s with shardings, with the tree,
+        shapes and dtypes of the state. The first dimension may be longer or
+        shorter than in the snapshot, by rows of zeros: the empty places of
+        experts, whose number depends on the ranks.
+
+    Raises:
+      ValueError: the snapshot has another tree, shape or dtype.
+    """
+    source = self._newest()
+    if source is None:
+      return None
+    named = dict(_leaves(like))
+    if differing := sorted(named.keys() ^ source.chunks.keys()):
+      where = "tree" if differing[0] in named else "snapshot"
+      raise ValueError(
+        "ep.launch.Snapshots: the snapshot is of another tree: only the"
+        f" {where} has {differing[0]}; restore the tree that was taken."
+      )
+    arrays = [source.array(name, leaf) for name, leaf in named.items()]
+    return source.step, jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+  def _newest(self) -> _Source | None:
+    """Returns the newest complete snapshot whose checksums hold.
+
+    The ranks of a host share the work of reading all files of the host.
+    """
+    if (files := self._files) is None:
+      return None
+    here = [
+      (restart, rank, file)
+      for restart, ranks in files.old.items()
+      for rank, file in ranks.items()
+    ]
+    offers = [
+      (restart, rank, dataclasses.astuple(generation), ranks)
+      for restart, rank, file in here[files.place :: files.places]
+      for generation in file.generations()
+      if (ranks := _ranks_of(file, generation))
+    ]
+    answers = self._exchange(offers)
+    complete: dict[tuple[int, int], dict[int, _Part]] = {}
+    for peer, theirs in answers:
+      for restart, rank, fields, ranks in theirs:
+        generation = memory.Generation(*fields)
+        source = files.old.get(restart, {}).get(rank)
+        part = generation, source or peer.file(restart, rank), ranks
+        complete.setdefault((restart, generation.step), {})[rank] = part
+    for (_, step), parts in sorted(complete.items(), reverse=True):
+      if all(len(parts) == ranks for *_, ranks in parts.values()):
+        return _Source(step, parts.values())
+    return None
+
+  def _exchange(self, offers: list[Any]) -> list[tuple[peers.Peer, list[Any]]]:
+    """Returns the offers of all ranks; collective."""
+    if self._client is None:
+      return [(peers.Peer(("", 0), ""), offers)]
+    address = self._server.address if self._server else ("", 0)
+    self._set(f"offers/{self._rank}", [address, offers])
+    answers = [self._get(f"offers/{rank}") for rank in range(self._ranks)]
+    return [(peers.Peer(at, self._token), theirs) for at, theirs in answers]
+
+  def _set(self, key: str, value: Any) -> None:
+    text = json.dumps(value)
+    self._client.key_value_set(_FOLDER + key, text, allow_overwrite=True)
+
+  def _get(self, key: str) -> Any:
+    timeout = int(1000 * _AGREE_S)
+    return json.loads(
+      self._client.blocking_key_value_get(_FOLDER + key, timeout)
+    )
+
+  def _write(
+    self, file: memory.File, step: int, names: list[str], copies: list[Any]
+  ) -> None:
+    try:
+      self._wait_for_all(self._last)
+      chunks, arrays = [], []
+      for name, leaf in zip(names, copies, strict=True):
+        for shard in leaf.addressable_shards:
+          if shard.replica_id:
+            continue  # another device has the same numbers
+          data: Any = np.asarray(shard.data, order="C")
+          arrays.append(memoryview(data.reshape(-1).view(np.uint8)))
+          box = zip(shard.index, leaf.shape, strict=True)
+          begins = [index.indices(size)[0] for index, size in box]
+          chunks.append(
+            _Chunk(
+              name,
+              leaf.dtype.name,
+              leaf.shape,
+              begins,
+              data.shape,
+              arrays[-1].nbytes,
+              zlib.crc32(arrays[-1]),
+            )
+          )
+      index = {"ranks": self._ranks, "chunks": chunks}
+      file.write(step, index, arrays)
+      if self._copier:
+        self._copier.put(self._rank, step, index, arrays)
+      self._last = step
+      if self._client:
+        self._set(f"done/{self._rank}", step)
+    except Exception as error:
+      self._error = error
+
+  def _wait_for_all(self, step: int | None) -> None:
+    """Waits until all ranks have completed the snapshot of a step."""
+    while self._client and step is not None:
+      done = self._client.key_value_dir_get(_FOLDER + "done")
+      if sum(int(text) >= step for _, text in done) == self._ranks:
+        return
+      time.sleep(_POLL_S)
+
+
+class _Chunk(NamedTuple):
+  """A box of an array, in a generation of a file."""
+
+  name: str  # of the array
+  dtype: str
+  shape: Sequence[int]  # of the array
+  begins: Sequence[int]  # of the box in the array
+  extent: Sequence[int]  # of the box
+  size: int  # in bytes
+  checksum: int
+
+
+_Part = tuple[memory.Generation, memory.File, int]
+
+
+class _Source:
+  """A snapshot of all ranks of an attempt, at one step."""
+
+  def __init__(self, step: int, parts: Iterable[_Part]):
+    self.step = step
+    self.chunks: dict[str, list[tuple[_Chunk, memory.File, int]]] = {}
+    for generation, file, _ in parts:
+      index = file.index(generation)
+      for chunk, position in _chunks(generation, index):
+        self.chunks.setdefault(chunk.name, []).append((chunk, file, position))
+
+  def array(self, name: str, like: Any) -> jax.Array:
+    """Returns an array with the shape, dtype and sharding of `like`."""
+    chunks = self.chunks[name]
+    first = chunks[0][0]
+    same = like.shape[1:] == (*first.shape[1:],) and like.ndim == len(
+      first.shape
+    )
+    if not same or like.dtype != jnp.dtype(first.dtype):
+      raise ValueError(
+        f"ep.launch.Snapshots: {name} is {first.dtype}{[*first.shape]} in the"
+        f" snapshot, but {like.dtype}{[*like.shape]} here; only the first"
+        " dimension may differ."
+      )
+
+    def box(index: Any) -> Any:
+      limits = [
+        i.indices(n)[:2] for i, n in zip(index, like.shape, strict=True)
+      ]
+      out = np.zeros([end - begin for begin, end in limits], like.dtype)
+      for chunk, file, position in chunks:
+        bounds = [
+          (max(begin, at), min(end, at + size), at, begin)
+          for (begin, end), at, size in zip(
+            limits, chunk.begins, chunk.extent, strict=True
+          )
+        ]
+        if all(low < high for low, high, *_ in bounds):
+          data = np.frombuffer(file.read(position, chunk.size), like.dtype)
+          theirs = tuple(slice(lo - at, hi - at) for lo, hi, at, _ in bounds)
+          ours = tuple(slice(lo - at, hi - at) for lo, hi, _, at in bounds)
+          out[ours] = data.reshape(chunk.extent)[theirs]
+      return out
+
+    for chunk, file, position in chunks:
+      cut = like.shape[0] - chunk.begins[0] if like.ndim else 1
+      if like.ndim and cut < chunk.extent[0]:
+        data = np.frombuffer(file.read(position, chunk.size), like.dtype)
+        if np.any(data.reshape(chunk.extent)[max(cut, 0) :]):
+          raise ValueError(
+            f"ep.launch.Snapshots: {name} has {like.shape[0]} rows here, but"
+            " in the snapshot a row after these is not zero."
+          )
+    return jax.make_array_from_callback(like.shape, like.sharding, box)
+
+
+def _chunks(
+  generation: memory.Generation, index: Any
+) -> Iterator[tuple[_Chunk, int]]:
+  """Yields the chunks of a generation, and their positions in the file."""
+  position = generation.begin + generation.index_size
+  for chunk in itertools.starmap(_Chunk, index["chunks"]):
+    yield chunk, position
+    position += chunk.size
+
+
+def _ranks_of(file: memory.File, generation: memory.Generation) -> int:
+  """Returns the number of ranks of a snapshot; 0 if a part is damaged."""
+  try:
+    index = file.index(generation)
+  except ValueError:
+    return 0
+  holds = all(
+    zlib.crc32(file.read(position, chunk.size)) == chunk.checksum
+    for chunk, position in _chunks(generation, index)
+  )
+  return int(index["ranks"]) if holds else 0
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    name = jax.tree_util.keystr(path)
+    is_array = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+    if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      raise TypeError(
+        f"ep.launch.Snapshots: {name} is a {type(leaf).__name__} of no fixed"
+        " bytes; pass arrays, and the jax.random.key_data of keys."
+      )
+    yield name, leaf
+
+
+@jax.jit
+def _copy(state: Any) -> Any:
+  return jax.tree.map(jnp.copy, state)
