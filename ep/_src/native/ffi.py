@@ -306,20 +306,22 @@ def create_nccl_group(
 
 
 def nccl_place(
-  name: str, i: int, others: str
-) -> tuple[int, bool, int, float, str]:
+  name: str, i: int, others: str, compiles: bool
+) -> tuple[int, bool, int, float, str, bool]:
   """Returns the `peers.Place` fields of this process's i-th rank.
 
-  Gives the rank's watchdog `others`, a sentence about the other ranks.
+  Gives the rank's watchdog `others`, a sentence about the other ranks, and
+  whether a rank `compiles`.
   """
-  numbers = (ctypes.c_double * 4)()
+  numbers = (ctypes.c_double * 5)()
   text = ctypes.create_string_buffer(_ERROR_BYTES)
-  args = name.encode(), ctypes.c_int64(i), others.encode(), numbers, text
+  args = name.encode(), ctypes.c_int64(i), others.encode(), compiles
   size = ctypes.c_int64(_ERROR_BYTES)
-  _call("nccl", "ep_nccl_group_place", *args, size)
-  num_ended, has_begun, num_left, still_s = numbers
+  _call("nccl", "ep_nccl_group_place", *args, numbers, text, size)
+  num_ended, has_begun, num_left, still_s, is_enqueuing = numbers
   words = text.value.decode(errors="replace")
-  return int(num_ended), bool(has_begun), int(num_left), still_s, words
+  where = int(num_ended), bool(has_begun), int(num_left), still_s
+  return *where, words, bool(is_enqueuing)
 
 
 def mem_bytes(backend: str, name: str, *sizes: int) -> int:

@@ -67,12 +67,14 @@ EP_EXPORT int32_t ep_nccl_group_create(
   });
 }
 
-// Passes `others`, a sentence about the other ranks, to the watchdog of the
-// i-th local rank. Writes the rank's Watchdog::Place to `numbers` and `text`.
+// Passes `others`, a sentence about the other ranks, and whether a rank
+// `compiles`, to the watchdog of the i-th local rank. Writes the rank's
+// Watchdog::Place to `numbers` and `text`.
 EP_EXPORT int32_t ep_nccl_group_place(const char* name, int64_t i,
-                                      const char* others, double* numbers,
-                                      char* text, int64_t text_bytes,
-                                      char* error, int64_t error_bytes) {
+                                      const char* others, int32_t compiles,
+                                      double* numbers, char* text,
+                                      int64_t text_bytes, char* error,
+                                      int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     const auto ranks = std::dynamic_pointer_cast<ep::nccl::NcclRanks>(
         ep::Registry::Get().Find(name));
@@ -80,12 +82,13 @@ EP_EXPORT int32_t ep_nccl_group_place(const char* name, int64_t i,
     if (!group) {
       return ep::Status(ep::Code::kFailedPrecondition, "the group was closed");
     }
-    group->watchdog().Hear(others);
+    group->watchdog().Hear(others, compiles);
     const auto place = group->watchdog().FindPlace();
     numbers[0] = place.num_ended;
     numbers[1] = place.has_begun;
     numbers[2] = place.num_left;
     numbers[3] = place.still_s;
+    numbers[4] = place.is_enqueuing;
     std::strncpy(text, place.text.c_str(), text_bytes - 1);
     text[text_bytes - 1] = 0;
     return ep::Status();

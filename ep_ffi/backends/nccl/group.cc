@@ -79,7 +79,7 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
           StrCat("rank ", options.rank, " of EP domain ", options.domain),
           options.timeout_s, options.exit_after_s)),
       communicator_(std::move(communicator)),
-      reports_(device_, options.sizes, options.domain, options.timeout_s),
+      reports_(device_, options.sizes, options.domain),
       stamps_(device_, options.sizes, options.rank) {
   if (communicator_) return;
   failed_ =
@@ -166,6 +166,7 @@ void NcclGroup::Submit(const Call& call,
     if (status.ok()) {
       Device::Scope scope(*device_);
       status = enqueue();
+      watchdog_->StopEnqueuing();
     }
   }
   if (!status.ok()) {
@@ -350,13 +351,17 @@ Status NcclGroup::CheckMem(const Layer& layer, int64_t num_tokens,
 
 Status NcclGroup::TakeOutcome() {
   Status status;
-  return reports_.TakeOldest(&status) ? status : GiveUp(status);
+  return reports_.TakeOldest(*watchdog_, &status) ? status : GiveUp(status);
 }
 
 Status NcclGroup::Drain() {
-  Status first =
-      RunWithin(options_.timeout_s, "the work on the device",
-                [device = device_] { return device->Synchronize(); });
+  Status first = RunWithin(
+      options_.timeout_s, "the work on the device",
+      [device = device_] { return device->Synchronize(); },
+      [this] {
+        const Progress progress = device_->ReadProgress();
+        return progress.begun + progress.ended;
+      });
   if (!first.ok()) return GiveUp(first);
   while (failed_.ok() && !reports_.empty()) {
     const Status status = TakeOutcome();

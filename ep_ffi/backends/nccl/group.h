@@ -47,8 +47,9 @@ namespace ep::nccl {
 // because the peers would wait for a rank whose op failed.
 //
 // Waiting: NCCL EP's kernels wait for their peers without a timeout. A host
-// that waits for the device gives up after timeout_s and aborts the
-// communicator. A host that cannot enqueue an op also gives up; its peers then
+// that waits for the device gives up and aborts the communicator if an op waits
+// for its peers for timeout_s. Check also gives up if no op begins or ends for
+// timeout_s. A host that cannot enqueue an op also gives up; its peers then
 // fail within timeout_s. The watchdog reports a host that waits in other code.
 //
 // Order: ranks must enqueue the same ops in the same order. A rank refuses an
@@ -68,7 +69,7 @@ class NcclGroup : public Group {
     int32_t rank;
     int32_t domain = 0;  // index of the EP domain in the mesh
     int32_t device;      // XLA's number of the device in this process
-    double timeout_s;    // to connect, and to wait for the device
+    double timeout_s;    // to connect, and for an op to wait for its peers
     // Seconds after timeout_s until the watchdog terminates the process.
     double exit_after_s = std::numeric_limits<double>::infinity();
     // The result of NewUniqueId on one rank of the domain. If empty, the group
