@@ -182,7 +182,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
   assert borrowed == ([] if is_own else [(resolved, group.mesh)])
   ((*lookout, _),) = lookouts
   processes = [me % 2, me % 2 + 2]
-  assert lookout == [f"ep/place/ep0/{me % 2}", me // 2, processes, 1.0]
+  assert lookout == ["ep0", me % 2, me // 2, processes, 1.0]
 
 
 def test_other_communicators_are_refused(monkeypatch):

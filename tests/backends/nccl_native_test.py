@@ -91,12 +91,15 @@ def test_the_watchdog_reports_the_progress_of_a_rank():
   """Until the group closes, the watchdog accepts other ranks' progress."""
   names = ["place0", "place1"]
   connect(names)
-  *numbers, still_s, text = ffi.nccl_place("place0", 0, 'of "others"')
+  *numbers, still_s, text, is_enqueuing = ffi.nccl_place(
+    "place0", 0, 'of "others"', False
+  )
   assert (numbers, text) == ([0, False, 0], "has enqueued no op")
-  assert ffi.nccl_place("place0", 0, "")[3] > still_s >= 0
+  assert not is_enqueuing
+  assert ffi.nccl_place("place0", 0, "", True)[3] > still_s >= 0
   close(names)
   with pytest.raises(ffi.NativeError, match="closed"):
-    ffi.nccl_place("place0", 0, "")
+    ffi.nccl_place("place0", 0, "", False)
 
 
 def test_a_larger_group_replaces_one_of_the_same_name():

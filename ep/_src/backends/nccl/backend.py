@@ -165,11 +165,11 @@ class NcclBackend(Backend):
       except Exception:
         ffi.close_group("nccl", group.name)
         raise
-    key = f"ep/place/{group.name}/{domain}"
     members = [d.process_index for d in domains[domain]]
     lookouts = [
       Lookout(
-        key,
+        group.name,
+        domain,
         rank,
         members,
         group.timeout_s,
