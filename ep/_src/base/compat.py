@@ -64,8 +64,7 @@ def in_a_program() -> bool:
 
 # The functions with which JAX traces, lowers and compiles, by module.
 _COMPILING = {
-  ("jax._src.interpreters.partial_eval", "trace_to_jaxpr"),  # before JAX 0.12
-  ("jax._src.interpreters.partial_eval", "trace_to_jaxpr_dynamic"),
+  ("jax._src.pjit", "_trace_for_jit"),
   ("jax._src.interpreters.mlir", "lower_jaxpr_to_module"),
   ("jax._src.compiler", "compile_or_get_cached"),
 }
