@@ -272,15 +272,13 @@ def create_nccl_group(
   zero_copy: bool,
   timeout_s: float,
   exit_after_s: float,
-  unique_id: bytes,
   nccl: str,
   nccl_ep: str,
 ) -> None:
   """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
 
   `ranks` maps the ranks of this process in the `domain` to ordinals of GPUs.
-  `unique_id` is the domain's ncclUniqueId, or b"" if ep_connect gives each rank
-  a borrowed communicator. For `nccl` and `nccl_ep` see `new_nccl_id`.
+  For `nccl` and `nccl_ep` see `new_nccl_id`.
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
   array = ctypes.c_int32 * len(ranks)
@@ -297,12 +295,27 @@ def create_nccl_group(
     ctypes.c_bool(zero_copy),
     ctypes.c_double(timeout_s),
     ctypes.c_double(exit_after_s),
-    unique_id,
-    ctypes.c_int64(len(unique_id)),
     nccl.encode(),
     nccl_ep.encode(),
     op="ep_bootstrap",
   )
+
+
+def connect_nccl_group(name: str, unique_id: bytes, num_hosts: int) -> None:
+  """Connects the ranks of this process, and checks the machine.
+
+  Collective over the domain. `unique_id` is the domain's ncclUniqueId, or b""
+  if ep_connect has given each rank a borrowed communicator. The ranks of the
+  domain have `num_hosts` different host names.
+  """
+  args = name.encode(), unique_id, ctypes.c_int64(len(unique_id))
+  hosts = ctypes.c_int64(num_hosts)
+  _call("nccl", "ep_nccl_group_connect", *args, hosts, op="ep_bootstrap")
+
+
+def open_nccl_group(name: str) -> None:
+  """Lets ops run, after `connect_nccl_group` on all ranks. Collective."""
+  _call("nccl", "ep_nccl_group_open", name.encode(), op="ep_bootstrap")
 
 
 def nccl_place(

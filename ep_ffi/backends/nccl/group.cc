@@ -59,43 +59,49 @@ Status NcclGroup::Create(const Options& options,
   std::shared_ptr<Device> device;
   EP_RETURN_IF_ERROR(
       Device::Open(libraries, options.device, Reports::kNumReports, &device));
-  std::shared_ptr<Communicator> communicator;
-  if (!options.unique_id.empty()) {
-    EP_RETURN_IF_ERROR(Communicator::Connect(
-        device, options.sizes, options.rank, options.unique_id,
-        /*lent=*/nullptr, options.timeout_s, &communicator));
-  }
-  out->reset(
-      new NcclGroup(options, std::move(device), std::move(communicator)));
+  out->reset(new NcclGroup(options, std::move(device)));
   return Status();
 }
 
-NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
-                     std::shared_ptr<Communicator> communicator)
+NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device)
     : options_(options),
       device_(std::move(device)),
       watchdog_(std::make_unique<Watchdog>(
           device_,
           StrCat("rank ", options.rank, " of EP domain ", options.domain),
           options.timeout_s, options.exit_after_s)),
-      communicator_(std::move(communicator)),
       reports_(device_, options.sizes, options.domain),
-      stamps_(device_, options.sizes, options.rank) {
-  if (communicator_) return;
-  failed_ =
-      Status(Code::kFailedPrecondition, "the group has no communicator yet");
+      stamps_(device_, options.sizes, options.rank),
+      failed_(Code::kFailedPrecondition, "the group is not connected yet") {}
+
+Status NcclGroup::Connect(const std::string& unique_id) {
+  return Join(unique_id, /*lent=*/nullptr);
 }
 
 Status NcclGroup::Borrow(void* communicator) {
+  return Join(/*unique_id=*/"", static_cast<ncclComm_t>(communicator));
+}
+
+Status NcclGroup::Join(const std::string& unique_id, ncclComm_t lent) {
   MutexLock lock(mutex_);
   if (communicator_) {
     return Status(Code::kFailedPrecondition,
                   "the group has a communicator already");
   }
-  EP_RETURN_IF_ERROR(Communicator::Connect(
-      device_, options_.sizes, options_.rank, /*unique_id=*/"",
-      static_cast<ncclComm_t>(communicator), options_.timeout_s,
-      &communicator_));
+  return Communicator::Connect(device_, options_.sizes, options_.rank,
+                               unique_id, lent, options_.timeout_s,
+                               &communicator_);
+}
+
+Status NcclGroup::CheckMachine(int64_t num_hosts) {
+  MutexLock lock(mutex_);
+  return communicator_ ? communicator_->CheckMachine(num_hosts) : failed_;
+}
+
+Status NcclGroup::Open() {
+  MutexLock lock(mutex_);
+  if (!communicator_) return failed_;
+  EP_RETURN_IF_ERROR(Communicator::Open(communicator_, options_.timeout_s));
   failed_ = Status();
   return Status();
 }

@@ -72,15 +72,11 @@ class NcclGroup : public Group {
     double timeout_s;    // to connect, and for an op to wait for its peers
     // Seconds after timeout_s until the watchdog terminates the process.
     double exit_after_s = std::numeric_limits<double>::infinity();
-    // The result of NewUniqueId on one rank of the domain. If empty, the group
-    // has no communicator until Borrow.
-    std::string unique_id;
     std::string nccl_path;  // see Libraries::Load
     std::string nccl_ep_path;
   };
 
-  // Creates the group. With a unique_id, also connects the rank, which is
-  // collective over the domain.
+  // Creates the group, which runs ops after Connect or Borrow, and Open.
   static Status Create(const Options& options, std::shared_ptr<NcclGroup>* out);
   ~NcclGroup() override { (void)Close(); }
 
@@ -90,9 +86,17 @@ class NcclGroup : public Group {
   Status MemBytes(const Layer& layer, int64_t num_tokens,
                   int64_t* out) const override;
 
-  // Connects the rank over XLA's communicator, before the first op. Collective
-  // over the domain.
+  // Connect the rank over a new communicator, from the result of NewUniqueId on
+  // one rank of the domain, or over XLA's communicator. Collective over the
+  // domain.
+  Status Connect(const std::string& unique_id);
   Status Borrow(void* communicator);
+  // Returns an error if NCCL EP does not support the machine of this rank. The
+  // ranks of the domain have `num_hosts` different host names.
+  Status CheckMachine(int64_t num_hosts);
+  // Lets ops run. Collective over the domain, so all its ranks must have passed
+  // CheckMachine.
+  Status Open();
 
   void Prepare(Call call, const PrepareArgs& args) override;
   void Scatter(Call call, const ScatterArgs& args) override;
@@ -109,9 +113,10 @@ class NcclGroup : public Group {
   Watchdog& watchdog() const { return *watchdog_; }
 
  private:
-  // `communicator` may be null; then Borrow provides one later.
-  NcclGroup(const Options& options, std::shared_ptr<Device> device,
-            std::shared_ptr<Communicator> communicator);
+  NcclGroup(const Options& options, std::shared_ptr<Device> device);
+
+  // Connects over `lent`, or over a new communicator if `lent` is null.
+  Status Join(const std::string& unique_id, ncclComm_t lent);
 
   // Under the lock, runs `enqueue` unless the group failed. Completes the call.
   void Submit(const Call& call, const std::function<Status()>& enqueue)
@@ -162,7 +167,7 @@ class NcclGroup : public Group {
   int64_t step_ EP_GUARDED_BY(mutex_) = 0;  // number of the current run
   // Hash of the ops that were enqueued since the last prepare.
   uint64_t order_ EP_GUARDED_BY(mutex_) = kHashSeed;
-  // The error of every op before the rank is connected or after a failure.
+  // The error of every op before Open or after a failure.
   Status failed_ EP_GUARDED_BY(mutex_);
 };
 

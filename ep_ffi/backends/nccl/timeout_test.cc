@@ -362,9 +362,11 @@ TEST(ConnectTimeoutTest, AnAbsentRankFailsTheOthersInTime) {
   options.name = "world";
   options.sizes = SizesFor(kDims);
   options.timeout_s = 0.5;
-  ExpectOk(NewUniqueId("", "", &options.unique_id));
+  std::string id;
+  ExpectOk(NewUniqueId("", "", &id));
   std::shared_ptr<NcclGroup> group;
-  const Status status = NcclGroup::Create(options, &group);
+  ExpectOk(NcclGroup::Create(options, &group));
+  const Status status = group->Connect(id);
   EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
   Sleep(1.5);
   EXPECT_EQ(1u, fake::TakeViolations().size());
