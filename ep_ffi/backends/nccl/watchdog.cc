@@ -102,7 +102,8 @@ void Watchdog::Watch() {
 bool Watchdog::IsStuck(std::string* op) {
   MutexLock lock(mutex_);
   Update();
-  if (!HasBegun() || Now() - moved_at_ <= timeout_s_) return false;
+  if (ops_.empty() || !HasBegun()) return false;
+  if (Now() - moved_at_ <= timeout_s_) return false;
   *op = ops_.front();
   return true;
 }
