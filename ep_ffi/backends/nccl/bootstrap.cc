@@ -87,7 +87,7 @@ EP_EXPORT int32_t ep_nccl_group_connect(const char* name, const char* id,
     std::shared_ptr<ep::nccl::NcclRanks> ranks;
     EP_RETURN_IF_ERROR(ep::nccl::Find(name, &ranks));
     if (id_bytes > 0) {
-      EP_RETURN_IF_ERROR(ranks->Connect(std::string(id, id_bytes)));
+      EP_RETURN_IF_ERROR(ranks->ConnectById(std::string(id, id_bytes)));
     }
     return ranks->CheckMachine(num_hosts);
   });

@@ -74,7 +74,7 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device)
       stamps_(device_, options.sizes, options.rank),
       failed_(Code::kFailedPrecondition, "the group is not connected yet") {}
 
-Status NcclGroup::Connect(const std::string& unique_id) {
+Status NcclGroup::ConnectById(const std::string& unique_id) {
   return Join(unique_id, /*lent=*/nullptr);
 }
 

@@ -89,7 +89,7 @@ class NcclGroup : public Group {
   // Connect the rank over a new communicator, from the result of NewUniqueId on
   // one rank of the domain, or over XLA's communicator. Collective over the
   // domain.
-  Status Connect(const std::string& unique_id);
+  Status ConnectById(const std::string& unique_id);
   Status Borrow(void* communicator);
   // Returns an error if NCCL EP does not support the machine of this rank. The
   // ranks of the domain have `num_hosts` different host names.

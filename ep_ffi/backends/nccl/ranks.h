@@ -43,9 +43,9 @@ class NcclRanks : public Group {
     return first().MemBytes(layer, num_tokens, out);
   }
 
-  // See NcclGroup. Connect is for a process with one rank.
-  Status Connect(const std::string& unique_id) {
-    return first().Connect(unique_id);
+  // See NcclGroup. ConnectById is for a process with one rank.
+  Status ConnectById(const std::string& unique_id) {
+    return first().ConnectById(unique_id);
   }
   Status Connect(int32_t device, void* communicator) override;
   Status CheckMachine(int64_t num_hosts);

@@ -366,7 +366,7 @@ TEST(ConnectTimeoutTest, AnAbsentRankFailsTheOthersInTime) {
   ExpectOk(NewUniqueId("", "", &id));
   std::shared_ptr<NcclGroup> group;
   ExpectOk(NcclGroup::Create(options, &group));
-  const Status status = group->Connect(id);
+  const Status status = group->ConnectById(id);
   EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
   Sleep(1.5);
   EXPECT_EQ(1u, fake::TakeViolations().size());

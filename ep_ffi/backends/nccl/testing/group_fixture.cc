@@ -211,7 +211,7 @@ std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
           mine.device, sizes.ep_size, (rank + shift) % sizes.ep_size, id);
     }
     statuses[rank] =
-        lent ? group->Borrow((*lent)[rank]->comm()) : group->Connect(id);
+        lent ? group->Borrow((*lent)[rank]->comm()) : group->ConnectById(id);
     if (!statuses[rank].ok()) return;
     statuses[rank] = group->CheckMachine(fake::TheMachine().num_hosts);
   });
