@@ -83,7 +83,8 @@ def test_processes_with_other_values_are_refused(config, monkeypatch, variable):
     "same settings",
   ):
     meet(config)
-  monkeypatch.setenv(variable, "xla")
+  for name in (variable, "EP_NCCL_COMMUNICATOR"):  # for EP_NCCL_ZERO_COPY
+    monkeypatch.setenv(name, "xla")
   with pytest.raises(Agreed):
     meet(config)
 

@@ -139,7 +139,7 @@ class NcclBackend(Backend):
         max_row_bytes=_padded_width(_size(group, "hidden_dim"))
         * group.max_token_dtype.itemsize,
         max_num_sms=group.max_num_sms,
-        zero_copy=_zero_copies(),
+        zero_copy=environment.is_on(_ZERO_COPY),
         timeout_s=group.timeout_s,
         exit_after_s=group.exit_after_s,
         nccl=nccl,
@@ -156,6 +156,11 @@ class NcclBackend(Backend):
     def connect() -> dict[str, Any]:
       if _communicator() == "xla":
         _borrow(group, mesh)
+      elif environment.is_on(_ZERO_COPY):
+        raise ValueError(
+          f"ep_bootstrap: ${_ZERO_COPY} needs windows of XLA's buffers, which"
+          f" XLA makes only on its own communicators; set {_COMMUNICATOR}=xla."
+        )
       founder = answers[domains[domain, 0].process_index]
       hosts = {answer["host"] for answer in answers.values()}
       unique_id = base64.b64decode(founder["id"])
@@ -181,9 +186,8 @@ class NcclBackend(Backend):
       )
       for i, rank in enumerate(ranks)
     ]
-    return NcclConnection(
-      group, _communicator() == "xla", _zero_copies(), lookouts
-    )
+    borrows, zero_copy = _communicator() == "xla", environment.is_on(_ZERO_COPY)
+    return NcclConnection(group, borrows, zero_copy, lookouts)
 
 
 class NcclConnection(connection.NativeConnection):
@@ -249,18 +253,6 @@ def _communicator() -> str:
       ' "own", which is the default.'
     )
   return value
-
-
-def _zero_copies() -> bool:
-  """Returns whether the environment lets NCCL EP access XLA's buffers."""
-  if not environment.is_on(_ZERO_COPY):
-    return False
-  if _communicator() != "xla":
-    raise ValueError(
-      f"ep_bootstrap: ${_ZERO_COPY} needs windows of XLA's buffers, which XLA"
-      f" makes only on its own communicators; set {_COMMUNICATOR}=xla."
-    )
-  return True
 
 
 def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
