@@ -3,6 +3,7 @@
 
 import base64
 import dataclasses
+import socket
 import sys
 import types
 
@@ -111,16 +112,24 @@ def test_ranks_connect_with_the_id_of_their_domain(
     timeout_s=1.0,
     exit_after_s=1.0,
   )
-  introductions = {}
+  calls = []
 
-  def join(_, introduce, domain, settings):
-    assert domain == me % 2
+  def join(config, introduce, domain, settings=None):
+    assert (config.name, domain) == (group.name, me % 2)
+    mine = introduce()
+    calls.append("join")
+    if settings is None:
+      assert mine == {}
+      return {}
     assert settings["EP_NCCL_COMMUNICATOR"] == communicator
+    is_founder = me in (0, 1) and is_own
+    host = socket.gethostname()
+    assert mine == dict(id="bWluZQ==" if is_founder else "", host=host)
+    introductions = {}
     for process in (domain, domain + 2):
       identifier = bytes([process]) if is_own else b""
-      introductions[process] = dict(id=base64.b64encode(identifier).decode())
-    is_founder = me in (0, 1) and is_own
-    assert introduce() == {"id": "bWluZQ==" if is_founder else ""}
+      text = base64.b64encode(identifier).decode()
+      introductions[process] = dict(id=text, host=f"host{process}")
     return introductions
 
   made = {}
@@ -133,12 +142,23 @@ def test_ranks_connect_with_the_id_of_their_domain(
   monkeypatch.setattr(
     ffi, "create_nccl_group", lambda **what: made.update(what)
   )
+  for name in ("connect_nccl_group", "open_nccl_group", "close_group"):
+    monkeypatch.setattr(
+      ffi, name, lambda *what, n=name: calls.append((n, what))
+    )
   monkeypatch.setattr(backend, "_open", {})
   lookouts = []
   monkeypatch.setattr(
     nccl_backend, "Lookout", lambda *args: lookouts.append(args)
   )
   connection = NcclBackend().connect(group, join)
+  unique_id = bytes([me % 2]) if is_own else b""
+  assert calls == [
+    "join",
+    ("connect_nccl_group", ("ep0", unique_id, 2)),
+    "join",
+    ("open_nccl_group", ("ep0",)),
+  ]
   for unknown, message in [
     (
       dict(top_k=None, recv_capacity_per_rank=None),
@@ -155,6 +175,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
       NcclBackend().connect(group, join)
   with monkeypatch.context() as patch:
     patch.setenv("EP_NCCL_ZERO_COPY", "1")
+    patch.setattr(ffi, "create_nccl_group", lambda **_: None)
     if is_own:
       with pytest.raises(ValueError, match="set EP_NCCL_COMMUNICATOR=xla"):
         NcclBackend().connect(group, join)
@@ -175,14 +196,13 @@ def test_ranks_connect_with_the_id_of_their_domain(
     zero_copy=zero_copy,
     timeout_s=1.0,
     exit_after_s=1.0,
-    unique_id=bytes([me % 2]) if is_own else b"",
     nccl="a",
     nccl_ep=str(me),
   )
-  assert borrowed == ([] if is_own else [(resolved, group.mesh)])
+  assert borrowed == ([] if is_own else [(group, group.mesh)])
   ((*lookout, _),) = lookouts
   processes = [me % 2, me % 2 + 2]
-  assert lookout == [f"ep/place/ep0/{me % 2}", me // 2, processes, 1.0]
+  assert lookout == ["ep0", me % 2, me // 2, processes, 1.0]
 
 
 def test_other_communicators_are_refused(monkeypatch):

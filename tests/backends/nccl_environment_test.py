@@ -6,11 +6,13 @@ The processes meet as in `ep_bootstrap`, but connect no GPUs.
 
 import dataclasses
 import os
+import time
 
 import jax
 import pytest
 
 from conftest import make_mesh, refused
+from ep._src.backends.nccl import backend as nccl_backend
 from ep._src.backends.nccl import environment, installation
 from ep._src.backends.nccl.backend import NcclBackend
 from ep._src.group import agreement
@@ -45,14 +47,18 @@ def machine(monkeypatch):
   monkeypatch.setattr(installation, "prepare", lambda _: ("", ""))
   monkeypatch.setattr(ffi, "library", lambda _: None)
   monkeypatch.setattr(ffi, "new_nccl_id", lambda *_: b"an id")
+  monkeypatch.setattr(nccl_backend, "_borrow", lambda *_: None)
+  for function in ("create_nccl_group", "connect_nccl_group", "close_group"):
+    monkeypatch.setattr(ffi, function, lambda *_, **__: None)
+
+  def succeed(_):
+    raise Agreed
+
+  monkeypatch.setattr(ffi, "open_nccl_group", succeed)
 
 
 def meet(config):
-  def join(*args):
-    agreement.join(*args)
-    raise Agreed
-
-  NcclBackend().connect(config, join)
+  NcclBackend().connect(config, agreement.join)
 
 
 @pytest.mark.parametrize("variable", environment.REFUSED)
@@ -77,7 +83,8 @@ def test_processes_with_other_values_are_refused(config, monkeypatch, variable):
     "same settings",
   ):
     meet(config)
-  monkeypatch.setenv(variable, "xla")
+  for name in (variable, "EP_NCCL_COMMUNICATOR"):  # for EP_NCCL_ZERO_COPY
+    monkeypatch.setenv(name, "xla")
   with pytest.raises(Agreed):
     meet(config)
 
@@ -89,6 +96,30 @@ def test_processes_may_differ_in_other_variables(config, monkeypatch, variable):
   with pytest.raises(Agreed):
     meet(config)
   assert os.environ[variable] == value
+
+
+@pytest.mark.parametrize(
+  "step", ["prepare", "create_nccl_group", "connect_nccl_group"]
+)
+def test_the_refusal_of_one_process_reaches_all_immediately(
+  config, monkeypatch, step
+):
+  """No process enters a collective of NCCL EP, or keeps its group."""
+  closed = []
+
+  def refuse(*_, **__):
+    raise ffi.NativeError("ep_bootstrap: this GPU lacks something")
+
+  if IS_ODD:
+    module = installation if step == "prepare" else ffi
+    monkeypatch.setattr(module, step, refuse)
+  monkeypatch.setattr(ffi, "close_group", lambda *names: closed.append(names))
+  begin = time.monotonic()
+  with pytest.raises(RuntimeError, match="this GPU lacks something"):
+    meet(dataclasses.replace(config, timeout_s=600.0))
+  assert time.monotonic() - begin < 60
+  is_made = not IS_ODD or step == "connect_nccl_group"
+  assert closed == ([("nccl", config.name)] if is_made else [])
 
 
 def test_ep_check_reports_a_refused_variable(monkeypatch):

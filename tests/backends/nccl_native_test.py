@@ -44,15 +44,15 @@ def create_group(**options):
   )
 
 
-def connect(names, **sizes):
+def connect(names, num_hosts=1, **sizes):
   unique_id = ffi.new_nccl_id("", "")
 
   def create(rank):
-    create_group(
-      name=names[rank], ranks={rank: rank}, unique_id=unique_id, **sizes
-    )
+    create_group(name=names[rank], ranks={rank: rank}, **sizes)
+    ffi.connect_nccl_group(names[rank], unique_id, num_hosts)
 
   on_ranks(len(names), create)
+  on_ranks(len(names), lambda rank: ffi.open_nccl_group(names[rank]))
 
 
 def close(names):
@@ -81,22 +81,32 @@ def test_a_group_can_be_created_used_and_closed():
 
 
 def test_a_group_without_an_id_waits_for_a_communicator():
-  create_group(name="waits", ranks={0: 0, 1: 1}, unique_id=b"")
-  with pytest.raises(ffi.NativeError, match="has no communicator yet"):
-    ffi.mem_bytes("nccl", "waits", 8, 2, 1, 64)
+  create_group(name="waits", ranks={0: 0, 1: 1})
+  for use in (
+    lambda: ffi.connect_nccl_group("waits", b"", 1),
+    lambda: ffi.open_nccl_group("waits"),
+    lambda: ffi.mem_bytes("nccl", "waits", 8, 2, 1, 64),
+  ):
+    with pytest.raises(ffi.NativeError, match="is not connected yet"):
+      use()
   ffi.close_group("nccl", "waits")
+  with pytest.raises(ffi.NativeError, match="the group was closed"):
+    ffi.open_nccl_group("waits")
 
 
 def test_the_watchdog_reports_the_progress_of_a_rank():
   """Until the group closes, the watchdog accepts other ranks' progress."""
   names = ["place0", "place1"]
   connect(names)
-  *numbers, still_s, text = ffi.nccl_place("place0", 0, 'of "others"')
+  *numbers, still_s, text, is_enqueuing = ffi.nccl_place(
+    "place0", 0, 'of "others"', False
+  )
   assert (numbers, text) == ([0, False, 0], "has enqueued no op")
-  assert ffi.nccl_place("place0", 0, "")[3] > still_s >= 0
+  assert not is_enqueuing
+  assert ffi.nccl_place("place0", 0, "", True)[3] > still_s >= 0
   close(names)
   with pytest.raises(ffi.NativeError, match="closed"):
-    ffi.nccl_place("place0", 0, "")
+    ffi.nccl_place("place0", 0, "", False)
 
 
 def test_a_larger_group_replaces_one_of_the_same_name():

@@ -314,9 +314,9 @@ class Backend:
     """Connects the ranks of a group whose mesh `check_mesh` has accepted.
 
     Collective over the processes of the mesh. The caller closes the connection,
-    whose `group` may resolve more defaults. The backend calls `join` once,
-    which checks that all processes agree on the group, and exchanges their
-    introductions.
+    whose `group` may resolve more defaults. The backend calls `join`, which
+    checks that all processes agree on the group, and exchanges their
+    introductions. A second call tells whether a later step has failed on one.
 
     Raises:
       CannotServe: on every process, if the backend cannot serve the processes.

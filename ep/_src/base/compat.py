@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import os
 import socket
+import sys
+import traceback
 from typing import Any
 
 import jax
@@ -58,6 +60,26 @@ def is_on_one_device() -> bool:
 def in_a_program() -> bool:
   """Returns whether the caller is being traced into a jitted program."""
   return _core.unsafe_am_i_under_a_jit()
+
+
+# The functions with which JAX traces, lowers and compiles, by module.
+_COMPILING = {
+  ("jax._src.pjit", "_trace_for_jit"),
+  ("jax._src.interpreters.mlir", "lower_jaxpr_to_module"),
+  ("jax._src.compiler", "compile_or_get_cached"),
+}
+
+
+def is_compiling() -> bool:
+  """Returns whether a thread of this process traces or compiles a program.
+
+  XLA times kernels (autotuning) while it compiles.
+  """
+  return any(
+    (frame.f_globals.get("__name__"), frame.f_code.co_name) in _COMPILING
+    for top in sys._current_frames().values()
+    for frame, _ in traceback.walk_stack(top)
+  )
 
 
 def compiler_options() -> dict[str, str]:

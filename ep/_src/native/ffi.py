@@ -23,7 +23,7 @@ from ep._src.native import shipped_files
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
 # Equals kInterfaceVersion of ep_ffi/core/export.h, which says when to add 1.
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 
 # The values of the C++ enum `Tail` of ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -272,15 +272,13 @@ def create_nccl_group(
   zero_copy: bool,
   timeout_s: float,
   exit_after_s: float,
-  unique_id: bytes,
   nccl: str,
   nccl_ep: str,
 ) -> None:
   """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
 
   `ranks` maps the ranks of this process in the `domain` to ordinals of GPUs.
-  `unique_id` is the domain's ncclUniqueId, or b"" if ep_connect gives each rank
-  a borrowed communicator. For `nccl` and `nccl_ep` see `new_nccl_id`.
+  For `nccl` and `nccl_ep` see `new_nccl_id`.
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
   array = ctypes.c_int32 * len(ranks)
@@ -297,29 +295,46 @@ def create_nccl_group(
     ctypes.c_bool(zero_copy),
     ctypes.c_double(timeout_s),
     ctypes.c_double(exit_after_s),
-    unique_id,
-    ctypes.c_int64(len(unique_id)),
     nccl.encode(),
     nccl_ep.encode(),
     op="ep_bootstrap",
   )
 
 
+def connect_nccl_group(name: str, unique_id: bytes, num_hosts: int) -> None:
+  """Connects the ranks of this process, and checks the machine.
+
+  Collective over the domain. `unique_id` is the domain's ncclUniqueId, or b""
+  if ep_connect has given each rank a borrowed communicator. The ranks of the
+  domain have `num_hosts` different host names.
+  """
+  args = name.encode(), unique_id, ctypes.c_int64(len(unique_id))
+  hosts = ctypes.c_int64(num_hosts)
+  _call("nccl", "ep_nccl_group_connect", *args, hosts, op="ep_bootstrap")
+
+
+def open_nccl_group(name: str) -> None:
+  """Lets ops run, after `connect_nccl_group` on all ranks. Collective."""
+  _call("nccl", "ep_nccl_group_open", name.encode(), op="ep_bootstrap")
+
+
 def nccl_place(
-  name: str, i: int, others: str
-) -> tuple[int, bool, int, float, str]:
+  name: str, i: int, others: str, compiles: bool
+) -> tuple[int, bool, int, float, str, bool]:
   """Returns the `peers.Place` fields of this process's i-th rank.
 
-  Gives the rank's watchdog `others`, a sentence about the other ranks.
+  Gives the rank's watchdog `others`, a sentence about the other ranks, and
+  whether a rank `compiles`.
   """
-  numbers = (ctypes.c_double * 4)()
+  numbers = (ctypes.c_double * 5)()
   text = ctypes.create_string_buffer(_ERROR_BYTES)
-  args = name.encode(), ctypes.c_int64(i), others.encode(), numbers, text
+  args = name.encode(), ctypes.c_int64(i), others.encode(), compiles
   size = ctypes.c_int64(_ERROR_BYTES)
-  _call("nccl", "ep_nccl_group_place", *args, size)
-  num_ended, has_begun, num_left, still_s = numbers
+  _call("nccl", "ep_nccl_group_place", *args, numbers, text, size)
+  num_ended, has_begun, num_left, still_s, is_enqueuing = numbers
   words = text.value.decode(errors="replace")
-  return int(num_ended), bool(has_begun), int(num_left), still_s, words
+  where = int(num_ended), bool(has_begun), int(num_left), still_s
+  return *where, words, bool(is_enqueuing)
 
 
 def mem_bytes(backend: str, name: str, *sizes: int) -> int:

@@ -16,6 +16,18 @@
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/core/status.h"
 
+namespace ep::nccl {
+namespace {
+
+Status Find(const char* name, std::shared_ptr<NcclRanks>* out) {
+  *out = std::dynamic_pointer_cast<NcclRanks>(Registry::Get().Find(name));
+  if (*out) return Status();
+  return Status(Code::kFailedPrecondition, "the group was closed");
+}
+
+}  // namespace
+}  // namespace ep::nccl
+
 // Writes a new ncclUniqueId to `id`. `id_bytes` must be the size of
 // ncclUniqueId.
 EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
@@ -34,17 +46,15 @@ EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
 }
 
 // Creates the group `name` on `devices`, GPUs of this process, each a rank of
-// EP domain `domain`. With an `id`, which all ranks of the domain share, there
-// is one device and the call is collective over the domain. Without an `id`,
-// ep_connect gives each rank a communicator. For `config` see `Registry::Add`,
-// and for `zero_copy` see `Sizes`.
+// EP domain `domain`. For `config` see `Registry::Add`, and for `zero_copy` see
+// `Sizes`.
 EP_EXPORT int32_t ep_nccl_group_create(
     const char* name, const char* config, const int32_t* ranks,
     const int32_t* devices, int64_t num_ranks, int32_t domain,
     int64_t num_experts, int64_t ep_size, int64_t max_tokens, int64_t capacity,
     int64_t max_row_bytes, int64_t max_num_sms, bool zero_copy,
-    double timeout_s, double exit_after_s, const char* id, int64_t id_bytes,
-    const char* nccl, const char* nccl_ep, char* error, int64_t error_bytes) {
+    double timeout_s, double exit_after_s, const char* nccl,
+    const char* nccl_ep, char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::nccl::NcclGroup::Options options;
     options.name = name;
@@ -53,7 +63,6 @@ EP_EXPORT int32_t ep_nccl_group_create(
     options.domain = domain;
     options.timeout_s = timeout_s;
     options.exit_after_s = exit_after_s;
-    options.unique_id.assign(id, id_bytes);
     options.nccl_path = nccl;
     options.nccl_ep_path = nccl_ep;
     std::vector<ep::nccl::NcclRanks::Rank> mine(num_ranks);
@@ -67,25 +76,54 @@ EP_EXPORT int32_t ep_nccl_group_create(
   });
 }
 
-// Passes `others`, a sentence about the other ranks, to the watchdog of the
-// i-th local rank. Writes the rank's Watchdog::Place to `numbers` and `text`.
-EP_EXPORT int32_t ep_nccl_group_place(const char* name, int64_t i,
-                                      const char* others, double* numbers,
-                                      char* text, int64_t text_bytes,
-                                      char* error, int64_t error_bytes) {
+// Connects the rank of this process over a communicator from `id`, which all
+// ranks of the domain share; this is collective over the domain. Without an
+// `id`, ep_connect has given each rank a communicator. Then checks the machine.
+// The ranks of the domain have `num_hosts` different host names.
+EP_EXPORT int32_t ep_nccl_group_connect(const char* name, const char* id,
+                                        int64_t id_bytes, int64_t num_hosts,
+                                        char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
-    const auto ranks = std::dynamic_pointer_cast<ep::nccl::NcclRanks>(
-        ep::Registry::Get().Find(name));
-    ep::nccl::NcclGroup* const group = ranks ? ranks->At(i) : nullptr;
-    if (!group) {
-      return ep::Status(ep::Code::kFailedPrecondition, "the group was closed");
+    std::shared_ptr<ep::nccl::NcclRanks> ranks;
+    EP_RETURN_IF_ERROR(ep::nccl::Find(name, &ranks));
+    if (id_bytes > 0) {
+      EP_RETURN_IF_ERROR(ranks->ConnectById(std::string(id, id_bytes)));
     }
-    group->watchdog().Hear(others);
+    return ranks->CheckMachine(num_hosts);
+  });
+}
+
+// Lets ops run. Collective over the domain, so ep_nccl_group_connect must have
+// succeeded on all its processes.
+EP_EXPORT int32_t ep_nccl_group_open(const char* name, char* error,
+                                     int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    std::shared_ptr<ep::nccl::NcclRanks> ranks;
+    EP_RETURN_IF_ERROR(ep::nccl::Find(name, &ranks));
+    return ranks->Open();
+  });
+}
+
+// Passes `others`, a sentence about the other ranks, and whether a rank
+// `compiles`, to the watchdog of the i-th local rank. Writes the rank's
+// Watchdog::Place to `numbers` and `text`.
+EP_EXPORT int32_t ep_nccl_group_place(const char* name, int64_t i,
+                                      const char* others, int32_t compiles,
+                                      double* numbers, char* text,
+                                      int64_t text_bytes, char* error,
+                                      int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    std::shared_ptr<ep::nccl::NcclRanks> ranks;
+    EP_RETURN_IF_ERROR(ep::nccl::Find(name, &ranks));
+    ep::nccl::NcclGroup* const group = ranks->At(i);
+    if (!group) return ep::Status(ep::Code::kInternal, "no such rank");
+    group->watchdog().Hear(others, compiles);
     const auto place = group->watchdog().FindPlace();
     numbers[0] = place.num_ended;
     numbers[1] = place.has_begun;
     numbers[2] = place.num_left;
     numbers[3] = place.still_s;
+    numbers[4] = place.is_enqueuing;
     std::strncpy(text, place.text.c_str(), text_bytes - 1);
     text[text_bytes - 1] = 0;
     return ep::Status();

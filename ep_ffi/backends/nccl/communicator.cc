@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "ep_ffi/backends/nccl/deadline.h"
+#include "ep_ffi/backends/nccl/fabric.h"
 
 namespace ep::nccl {
 namespace {
@@ -103,24 +104,44 @@ Status Communicator::Init(int32_t rank, const ncclUniqueId& id,
         nccl.Check(nccl.ncclCommInitRank(&comm_, sizes_.ep_size, id, rank),
                    "ncclCommInitRank"));
   }
-  ncclCommProperties_t properties = NCCL_COMM_PROPERTIES_INITIALIZER;
   EP_RETURN_IF_ERROR(
-      nccl.Check(nccl.ncclCommQueryProperties(comm_, &properties),
+      nccl.Check(nccl.ncclCommQueryProperties(comm_, &properties_),
                  "ncclCommQueryProperties"));
-  if (properties.rank != rank || properties.nRanks != sizes_.ep_size) {
+  if (properties_.rank != rank || properties_.nRanks != sizes_.ep_size) {
     return Status(Code::kInternal,
-                  StrCat("XLA lends a communicator of ", properties.nRanks,
-                         " ranks whose rank ", properties.rank, " is rank ",
+                  StrCat("XLA lends a communicator of ", properties_.nRanks,
+                         " ranks whose rank ", properties_.rank, " is rank ",
                          rank, " of ", sizes_.ep_size,
                          " in the EP domain; unset EP_NCCL_COMMUNICATOR"));
   }
+  return Status();
+}
+
+Status Communicator::CheckMachine(int64_t num_hosts) const {
+  Device::Scope scope(*device_);
+  const int64_t num_nvlinks = std::max(properties_.nLsaTeams, 1);
+  // Without GIN, NCCL has no device API on several NVLink domains.
+  EP_RETURN_IF_ERROR(CheckFabric(
+      {sizes_.ep_size, num_nvlinks, num_hosts,
+       properties_.railedGinType != NCCL_GIN_TYPE_NONE, device_->has_rdma()}));
   Machine machine = {};
-  machine.device_api = properties.deviceApiSupport;
-  machine.nvlink_ranks = sizes_.ep_size / std::max(properties.nLsaTeams, 1);
+  machine.device_api = properties_.deviceApiSupport;
+  machine.nvlink_ranks = sizes_.ep_size / num_nvlinks;
   machine.shared_bytes = device_->shared_bytes();
   machine.nccl_version = device_->libraries().nccl_version;
   EP_RETURN_IF_ERROR(device_->CountFreeBytes(&machine.free_bytes));
-  EP_RETURN_IF_ERROR(CheckMachine(sizes_, machine));
+  return nccl::CheckMachine(sizes_, machine);
+}
+
+Status Communicator::Open(std::shared_ptr<Communicator> communicator,
+                          double timeout_s) {
+  return RunWithin(timeout_s, "to connect the ranks of an EP domain",
+                   [communicator] { return communicator->CreateGroup(); });
+}
+
+Status Communicator::CreateGroup() {
+  const Libraries& nccl = device_->libraries();
+  Device::Scope scope(*device_);
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
   config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
   config.num_experts = sizes_.num_experts;

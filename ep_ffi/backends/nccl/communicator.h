@@ -21,7 +21,9 @@
 namespace ep::nccl {
 
 // The connection of one rank to its EP domain: owns an NCCL EP group on an NCCL
-// communicator, and enqueues the calls of NCCL EP.
+// communicator, and enqueues the calls of NCCL EP. The rank calls Connect, then
+// CheckMachine, then Open, then the other functions. Open is collective, so all
+// ranks must have passed CheckMachine.
 //
 // Not thread-safe.
 class Communicator {
@@ -33,6 +35,14 @@ class Communicator {
                         const Sizes& sizes, int32_t rank,
                         const std::string& unique_id, ncclComm_t lent,
                         double timeout_s, std::shared_ptr<Communicator>* out);
+
+  // Returns an error if NCCL EP does not support this machine. The ranks of the
+  // domain have `num_hosts` different host names. Not collective.
+  Status CheckMachine(int64_t num_hosts) const;
+
+  // Creates the NCCL EP group. Collective over the domain.
+  static Status Open(std::shared_ptr<Communicator> communicator,
+                     double timeout_s);
 
   // Aborts unless Destroy was called.
   ~Communicator() { Abort(); }
@@ -76,6 +86,7 @@ class Communicator {
       : device_(std::move(device)), sizes_(sizes) {}
 
   Status Init(int32_t rank, const ncclUniqueId& id, ncclComm_t lent);
+  Status CreateGroup();
   // Opens the handle and calls `use` on it. Errors name the function `name`.
   Status WithHandle(
       const Layer& layer, const Mem& mem, const char* name,
@@ -85,6 +96,7 @@ class Communicator {
   const Sizes sizes_;
   bool owns_ = true;  // whether this object created comm_
   ncclComm_t comm_ = nullptr;
+  ncclCommProperties_t properties_ = NCCL_COMM_PROPERTIES_INITIALIZER;
   ncclEpGroup_t group_ = nullptr;
 };
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <future>
 #include <string>
@@ -19,18 +20,24 @@ namespace ep::nccl {
 constexpr double kLongestWaitS = 1e9;
 
 // Runs `call`, which waits for other ranks, on a new thread, and returns its
-// result. Fails after `seconds`, which may be infinite. After a timeout the
-// thread continues, so `call` must own the objects that it uses. `what` is the
-// subject of the error message.
-inline Status RunWithin(double seconds, const std::string& what,
-                        std::function<Status()> call) {
+// result. Fails after `seconds`, which may be infinite, in which the result of
+// `count_progress` has not changed. After a timeout the thread continues, so
+// `call` must own the objects that it uses. `what` is the subject of the error
+// message.
+inline Status RunWithin(
+    double seconds, const std::string& what, std::function<Status()> call,
+    const std::function<uint64_t()>& count_progress = [] { return 0; }) {
   std::packaged_task<Status()> task(std::move(call));
   std::future<Status> result = task.get_future();
   std::thread(std::move(task)).detach();
   const std::chrono::duration<double> wait(std::min(seconds, kLongestWaitS));
-  if (result.wait_for(wait) == std::future_status::ready) {
-    return result.get();
-  }
+  uint64_t progress;
+  do {
+    progress = count_progress();
+    if (result.wait_for(wait) == std::future_status::ready) {
+      return result.get();
+    }
+  } while (progress != count_progress());
   return Status(Code::kDeadlineExceeded,
                 StrCat(what, " took longer than timeout_s = ", seconds,
                        "; look for a rank that failed, or is not there yet"));

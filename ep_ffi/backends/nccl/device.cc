@@ -34,6 +34,11 @@ Status Device::Init(int32_t ordinal, int32_t num_reports) {
           &shared_bytes_, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
           device_),
       "cuDeviceGetAttribute"));
+  EP_RETURN_IF_ERROR(cuda.Check(
+      cuda.cuDeviceGetAttribute(
+          &has_rdma_,
+          CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device_),
+      "cuDeviceGetAttribute"));
   EP_RETURN_IF_ERROR(
       cuda.Check(cuda.cuDevicePrimaryCtxRetain(&context_, device_),
                  "cuDevicePrimaryCtxRetain"));

@@ -48,6 +48,10 @@ class Device {
   // Returns the limit of a thread block's shared memory, in bytes.
   int32_t shared_bytes() const { return shared_bytes_; }
 
+  // Returns whether network cards may access memory of this GPU, as NCCL
+  // allocates it.
+  bool has_rdma() const { return has_rdma_; }
+
   // Sets `out` to the free bytes of the GPU, whose context must be current.
   Status CountFreeBytes(int64_t* out) const;
 
@@ -107,6 +111,7 @@ class Device {
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
   int32_t shared_bytes_ = 0;
+  int32_t has_rdma_ = 0;
   CUmodule module_ = nullptr;
   CUfunction kernels_[kNumKernels] = {};
   Progress* progress_ = nullptr;

@@ -59,43 +59,49 @@ Status NcclGroup::Create(const Options& options,
   std::shared_ptr<Device> device;
   EP_RETURN_IF_ERROR(
       Device::Open(libraries, options.device, Reports::kNumReports, &device));
-  std::shared_ptr<Communicator> communicator;
-  if (!options.unique_id.empty()) {
-    EP_RETURN_IF_ERROR(Communicator::Connect(
-        device, options.sizes, options.rank, options.unique_id,
-        /*lent=*/nullptr, options.timeout_s, &communicator));
-  }
-  out->reset(
-      new NcclGroup(options, std::move(device), std::move(communicator)));
+  out->reset(new NcclGroup(options, std::move(device)));
   return Status();
 }
 
-NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
-                     std::shared_ptr<Communicator> communicator)
+NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device)
     : options_(options),
       device_(std::move(device)),
       watchdog_(std::make_unique<Watchdog>(
           device_,
           StrCat("rank ", options.rank, " of EP domain ", options.domain),
           options.timeout_s, options.exit_after_s)),
-      communicator_(std::move(communicator)),
-      reports_(device_, options.sizes, options.domain, options.timeout_s),
-      stamps_(device_, options.sizes, options.rank) {
-  if (communicator_) return;
-  failed_ =
-      Status(Code::kFailedPrecondition, "the group has no communicator yet");
+      reports_(device_, options.sizes, options.domain),
+      stamps_(device_, options.sizes, options.rank),
+      failed_(Code::kFailedPrecondition, "the group is not connected yet") {}
+
+Status NcclGroup::ConnectById(const std::string& unique_id) {
+  return Join(unique_id, /*lent=*/nullptr);
 }
 
 Status NcclGroup::Borrow(void* communicator) {
+  return Join(/*unique_id=*/"", static_cast<ncclComm_t>(communicator));
+}
+
+Status NcclGroup::Join(const std::string& unique_id, ncclComm_t lent) {
   MutexLock lock(mutex_);
   if (communicator_) {
     return Status(Code::kFailedPrecondition,
                   "the group has a communicator already");
   }
-  EP_RETURN_IF_ERROR(Communicator::Connect(
-      device_, options_.sizes, options_.rank, /*unique_id=*/"",
-      static_cast<ncclComm_t>(communicator), options_.timeout_s,
-      &communicator_));
+  return Communicator::Connect(device_, options_.sizes, options_.rank,
+                               unique_id, lent, options_.timeout_s,
+                               &communicator_);
+}
+
+Status NcclGroup::CheckMachine(int64_t num_hosts) {
+  MutexLock lock(mutex_);
+  return communicator_ ? communicator_->CheckMachine(num_hosts) : failed_;
+}
+
+Status NcclGroup::Open() {
+  MutexLock lock(mutex_);
+  if (!communicator_) return failed_;
+  EP_RETURN_IF_ERROR(Communicator::Open(communicator_, options_.timeout_s));
   failed_ = Status();
   return Status();
 }
@@ -166,6 +172,7 @@ void NcclGroup::Submit(const Call& call,
     if (status.ok()) {
       Device::Scope scope(*device_);
       status = enqueue();
+      watchdog_->StopEnqueuing();
     }
   }
   if (!status.ok()) {
@@ -350,13 +357,17 @@ Status NcclGroup::CheckMem(const Layer& layer, int64_t num_tokens,
 
 Status NcclGroup::TakeOutcome() {
   Status status;
-  return reports_.TakeOldest(&status) ? status : GiveUp(status);
+  return reports_.TakeOldest(*watchdog_, &status) ? status : GiveUp(status);
 }
 
 Status NcclGroup::Drain() {
-  Status first =
-      RunWithin(options_.timeout_s, "the work on the device",
-                [device = device_] { return device->Synchronize(); });
+  Status first = RunWithin(
+      options_.timeout_s, "the work on the device",
+      [device = device_] { return device->Synchronize(); },
+      [this] {
+        const Progress progress = device_->ReadProgress();
+        return progress.begun + progress.ended;
+      });
   if (!first.ok()) return GiveUp(first);
   while (failed_.ok() && !reports_.empty()) {
     const Status status = TakeOutcome();

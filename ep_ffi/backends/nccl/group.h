@@ -47,8 +47,9 @@ namespace ep::nccl {
 // because the peers would wait for a rank whose op failed.
 //
 // Waiting: NCCL EP's kernels wait for their peers without a timeout. A host
-// that waits for the device gives up after timeout_s and aborts the
-// communicator. A host that cannot enqueue an op also gives up; its peers then
+// that waits for the device gives up and aborts the communicator if an op waits
+// for its peers for timeout_s. Check also gives up if no op begins or ends for
+// timeout_s. A host that cannot enqueue an op also gives up; its peers then
 // fail within timeout_s. The watchdog reports a host that waits in other code.
 //
 // Order: ranks must enqueue the same ops in the same order. A rank refuses an
@@ -68,18 +69,14 @@ class NcclGroup : public Group {
     int32_t rank;
     int32_t domain = 0;  // index of the EP domain in the mesh
     int32_t device;      // XLA's number of the device in this process
-    double timeout_s;    // to connect, and to wait for the device
+    double timeout_s;    // to connect, and for an op to wait for its peers
     // Seconds after timeout_s until the watchdog terminates the process.
     double exit_after_s = std::numeric_limits<double>::infinity();
-    // The result of NewUniqueId on one rank of the domain. If empty, the group
-    // has no communicator until Borrow.
-    std::string unique_id;
     std::string nccl_path;  // see Libraries::Load
     std::string nccl_ep_path;
   };
 
-  // Creates the group. With a unique_id, also connects the rank, which is
-  // collective over the domain.
+  // Creates the group, which runs ops after Connect or Borrow, and Open.
   static Status Create(const Options& options, std::shared_ptr<NcclGroup>* out);
   ~NcclGroup() override { (void)Close(); }
 
@@ -89,9 +86,17 @@ class NcclGroup : public Group {
   Status MemBytes(const Layer& layer, int64_t num_tokens,
                   int64_t* out) const override;
 
-  // Connects the rank over XLA's communicator, before the first op. Collective
-  // over the domain.
+  // Connect the rank over a new communicator, from the result of NewUniqueId on
+  // one rank of the domain, or over XLA's communicator. Collective over the
+  // domain.
+  Status ConnectById(const std::string& unique_id);
   Status Borrow(void* communicator);
+  // Returns an error if NCCL EP does not support the machine of this rank. The
+  // ranks of the domain have `num_hosts` different host names.
+  Status CheckMachine(int64_t num_hosts);
+  // Lets ops run. Collective over the domain, so all its ranks must have passed
+  // CheckMachine.
+  Status Open();
 
   void Prepare(Call call, const PrepareArgs& args) override;
   void Scatter(Call call, const ScatterArgs& args) override;
@@ -108,9 +113,10 @@ class NcclGroup : public Group {
   Watchdog& watchdog() const { return *watchdog_; }
 
  private:
-  // `communicator` may be null; then Borrow provides one later.
-  NcclGroup(const Options& options, std::shared_ptr<Device> device,
-            std::shared_ptr<Communicator> communicator);
+  NcclGroup(const Options& options, std::shared_ptr<Device> device);
+
+  // Connects over `lent`, or over a new communicator if `lent` is null.
+  Status Join(const std::string& unique_id, ncclComm_t lent);
 
   // Under the lock, runs `enqueue` unless the group failed. Completes the call.
   void Submit(const Call& call, const std::function<Status()>& enqueue)
@@ -161,7 +167,7 @@ class NcclGroup : public Group {
   int64_t step_ EP_GUARDED_BY(mutex_) = 0;  // number of the current run
   // Hash of the ops that were enqueued since the last prepare.
   uint64_t order_ EP_GUARDED_BY(mutex_) = kHashSeed;
-  // The error of every op before the rank is connected or after a failure.
+  // The error of every op before Open or after a failure.
   Status failed_ EP_GUARDED_BY(mutex_);
 };
 

@@ -27,22 +27,33 @@ Status NcclRanks::StartTrace(const std::string& path) {
                 "each GPU");
 }
 
-Status NcclRanks::Check() {
-  Status first_failure;
+Status NcclRanks::CheckMachine(int64_t num_hosts) {
   for (const Rank& rank : ranks_) {
-    const Status status = rank.group->Check();
-    if (first_failure.ok()) first_failure = status;
+    EP_RETURN_IF_ERROR(rank.group->CheckMachine(num_hosts));
   }
-  return first_failure;
+  return Status();
 }
 
-// Closes the ranks in parallel, because disconnecting is collective.
+Status NcclRanks::Open() {
+  return ForEach([](NcclGroup& rank) { return rank.Open(); });
+}
+
+Status NcclRanks::Check() {
+  return ForEach([](NcclGroup& rank) { return rank.Check(); });
+}
+
 Status NcclRanks::Close() {
+  return ForEach([](NcclGroup& rank) { return rank.Close(); });
+}
+
+Status NcclRanks::ForEach(const std::function<Status(NcclGroup&)>& call) const {
+  std::vector<Status> statuses(ranks_.size());
   std::vector<std::thread> threads;
-  for (const Rank& rank : ranks_) {
-    threads.emplace_back([&rank] { (void)rank.group->Close(); });
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    threads.emplace_back([&, i] { statuses[i] = call(*ranks_[i].group); });
   }
   for (std::thread& thread : threads) thread.join();
+  for (const Status& status : statuses) EP_RETURN_IF_ERROR(status);
   return Status();
 }
 

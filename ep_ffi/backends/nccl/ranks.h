@@ -4,6 +4,7 @@
 #define EP_FFI_BACKENDS_NCCL_RANKS_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -42,7 +43,13 @@ class NcclRanks : public Group {
     return first().MemBytes(layer, num_tokens, out);
   }
 
+  // See NcclGroup. ConnectById is for a process with one rank.
+  Status ConnectById(const std::string& unique_id) {
+    return first().ConnectById(unique_id);
+  }
   Status Connect(int32_t device, void* communicator) override;
+  Status CheckMachine(int64_t num_hosts);
+  Status Open();
 
   NcclGroup* OnDevice(int32_t device) override;
   void Prepare(Call call, const PrepareArgs& args) override {
@@ -64,6 +71,9 @@ class NcclRanks : public Group {
 
  private:
   NcclGroup& first() const { return *ranks_.front().group; }
+  // Calls `call` on all ranks in parallel, because it is collective. Returns
+  // the first error.
+  Status ForEach(const std::function<Status(NcclGroup&)>& call) const;
   const std::vector<Rank> ranks_;
 };
 

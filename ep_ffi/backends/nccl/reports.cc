@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
 #include <thread>
 #include <utility>
 
-#include "ep_ffi/core/clock.h"
 #include "ep_ffi/core/faults.h"
 
 namespace ep::nccl {
@@ -20,17 +20,20 @@ void Reports::Add(const std::string& op, const Layer& layer) {
   prepares_.push_back({last_ticket_, op, layer.top_k, layer.capacity});
 }
 
-bool Reports::TakeOldest(Status* out) {
+bool Reports::TakeOldest(Watchdog& watchdog, Status* out) {
   const Prepare oldest = std::move(prepares_.front());
   prepares_.pop_front();
-  const double deadline = Now() + timeout_s_;
   Outcome outcome;
+  std::string stuck;
   while (
       !device_->TakeReport(oldest.ticket % kWindow, oldest.ticket, &outcome)) {
-    if (Now() > deadline) {
+    if (watchdog.IsStuck(&stuck)) {
       *out = Status(
           Code::kDeadlineExceeded,
-          StrCat(oldest.op, " did not run within timeout_s = ", timeout_s_,
+          StrCat(oldest.op,
+                 " did not run, because this rank has waited "
+                 "timeout_s = ",
+                 watchdog.timeout_s(), " s in ", stuck,
                  "; look for a rank that failed or runs another program"));
       return false;
     }

@@ -13,6 +13,7 @@
 #include "ep_ffi/backends/nccl/device.h"
 #include "ep_ffi/backends/nccl/kernels.h"
 #include "ep_ffi/backends/nccl/limits.h"
+#include "ep_ffi/backends/nccl/watchdog.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
 
@@ -31,17 +32,16 @@ inline int64_t PlaceIndex(const Sizes& sizes, int32_t domain, int32_t rank) {
 // Not thread-safe.
 class Reports {
  public:
-  // The maximum number of prepares whose outcome the host has not read.
-  static constexpr size_t kWindow = 8;
+  // The maximum number of prepares whose outcome the host has not read. With
+  // fewer, the host would wait for the device within a step of a deep model.
+  // The reports of the window have 8 KiB.
+  static constexpr size_t kWindow = 256;
   static constexpr int32_t kNumReports = kWindow + 1;
 
   // `device` has kNumReports reports. `domain` is the EP domain of this rank.
   Reports(std::shared_ptr<const Device> device, const Sizes& sizes,
-          int32_t domain, double timeout_s)
-      : device_(std::move(device)),
-        sizes_(sizes),
-        domain_(domain),
-        timeout_s_(timeout_s) {}
+          int32_t domain)
+      : device_(std::move(device)), sizes_(sizes), domain_(domain) {}
 
   bool empty() const { return prepares_.empty(); }
   bool full() const { return prepares_.size() == kWindow; }
@@ -51,8 +51,9 @@ class Reports {
   // Adds the prepare called `op`, which was enqueued after Begin.
   void Add(const std::string& op, const Layer& layer);
   // Waits for the oldest prepare, removes it, and sets `out` to its error.
-  // Returns false if the prepare did not run within the timeout.
-  bool TakeOldest(Status* out);
+  // Returns false if an op is stuck. Waits without a limit until the stream
+  // reaches an op, because XLA's programs may run for any time.
+  bool TakeOldest(Watchdog& watchdog, Status* out);
 
   // Returns the report that all ops except prepares share.
   Report* shared() const { return device_->report(kShared); }
@@ -76,7 +77,6 @@ class Reports {
   const std::shared_ptr<const Device> device_;
   const Sizes sizes_;
   const int32_t domain_;
-  const double timeout_s_;
 
   uint64_t last_ticket_ = 0;
   std::deque<Prepare> prepares_;           // oldest first

@@ -47,7 +47,7 @@ class Stamps {
   Status Stop();
 
  private:
-  // Number of stamps. A stream queues fewer ops before the host must wait.
+  // Number of stamps: 16 for each ep_prepare that the host may be ahead.
   static constexpr uint64_t kRing = 4096;
 
   struct Enqueued {

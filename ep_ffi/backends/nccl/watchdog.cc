@@ -41,6 +41,7 @@ void Watchdog::Number(Routing* routing) {
   MutexLock lock(mutex_);
   routing->progress = device_->progress();
   routing->number = num_added_ + 1;
+  is_enqueuing_ = true;
 }
 
 void Watchdog::Add(std::string op) {
@@ -51,6 +52,11 @@ void Watchdog::Add(std::string op) {
   ++num_added_;
   Update();  // the op may have ended already
   if (was_idle && !ops_.empty()) changed_.NotifyAll();
+}
+
+void Watchdog::StopEnqueuing() {
+  MutexLock lock(mutex_);
+  is_enqueuing_ = false;
 }
 
 void Watchdog::Update() {
@@ -84,7 +90,8 @@ void Watchdog::Watch() {
       Print(Describe());
       is_told_ = true;
     }
-    if (still_s > timeout_s_ + exit_after_s_) {
+    if (Now() - std::max(moved_at_, compiled_at_) >
+        timeout_s_ + exit_after_s_) {
       Print(StrCat(rank_, " ends its process: exit_after_s = ", exit_after_s_,
                    " s later it still waits. ", Describe()));
       std::_Exit(kExitCode);
@@ -92,11 +99,24 @@ void Watchdog::Watch() {
   }
 }
 
+bool Watchdog::IsStuck(std::string* op) {
+  MutexLock lock(mutex_);
+  Update();
+  if (ops_.empty() || !HasBegun()) return false;
+  if (Now() - moved_at_ <= timeout_s_) return false;
+  *op = ops_.front();
+  return true;
+}
+
 Watchdog::Place Watchdog::FindPlace() {
   MutexLock lock(mutex_);
   Update();
-  Place place = {static_cast<int64_t>(num_added_ - ops_.size()), HasBegun(),
-                 static_cast<int64_t>(ops_.size()), Now() - moved_at_, ""};
+  Place place = {static_cast<int64_t>(num_added_ - ops_.size()),
+                 HasBegun(),
+                 static_cast<int64_t>(ops_.size()),
+                 Now() - moved_at_,
+                 is_enqueuing_,
+                 ""};
   if (!ops_.empty()) {
     place.text =
         StrCat(place.has_begun ? "is in " : "has not begun ", ops_.front());
@@ -108,9 +128,10 @@ Watchdog::Place Watchdog::FindPlace() {
   return place;
 }
 
-void Watchdog::Hear(std::string others) {
+void Watchdog::Hear(std::string others, bool compiles) {
   MutexLock lock(mutex_);
   heard_ = std::move(others);
+  if (compiles) compiled_at_ = Now();
 }
 
 std::string Watchdog::heard() const {

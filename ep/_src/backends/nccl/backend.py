@@ -6,9 +6,11 @@ from __future__ import annotations
 import base64
 import collections
 from collections.abc import Callable
+import contextlib
 import dataclasses
 import functools
 import os
+import socket
 from typing import Any
 
 import jax
@@ -118,58 +120,65 @@ class NcclBackend(Backend):
     ranks = {int(r): domains[domain, r] for r in places[:, 1]}
     device = next(iter(ranks.values()))
 
-    # `join` calls `introduce`, and fails on all processes if it raises.
+    # `join` calls `introduce`, and fails on all processes if it raises. So no
+    # process waits in a collective of NCCL EP for one that refuses.
     def introduce() -> dict[str, Any]:
       self.check_sizes(group)
       environment.check()
       ffi.library("nccl")
-      libraries = installation.prepare(device)
-      is_founder = _communicator() == "own" and 0 in ranks
-      unique_id = ffi.new_nccl_id(*libraries) if is_founder else b""
-      return dict(id=base64.b64encode(unique_id).decode())
-
-    answers = join(group, introduce, domain, environment.settings())
-    borrows = _communicator() == "xla"
-    zero_copy = environment.is_on(_ZERO_COPY)
-    if zero_copy and not borrows:
-      raise ValueError(
-        f"ep_bootstrap: ${_ZERO_COPY} needs windows of XLA's buffers, which XLA"
-        f" makes only on its own communicators; set {_COMMUNICATOR}=xla."
+      nccl, nccl_ep = installation.prepare(device)
+      ffi.create_nccl_group(
+        name=group.name,
+        config=group.program_text,
+        ranks={r: d.local_hardware_id for r, d in ranks.items()},
+        domain=domain,
+        num_experts=group.num_experts,
+        ep_size=group.ep_size,
+        max_tokens=_size(group, "max_tokens_per_rank"),
+        capacity=_capacity(group),
+        max_row_bytes=_padded_width(_size(group, "hidden_dim"))
+        * group.max_token_dtype.itemsize,
+        max_num_sms=group.max_num_sms,
+        zero_copy=environment.is_on(_ZERO_COPY),
+        timeout_s=group.timeout_s,
+        exit_after_s=group.exit_after_s,
+        nccl=nccl,
+        nccl_ep=nccl_ep,
       )
-    capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
-    group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
-    founder = answers[domains[domain, 0].process_index]
-    nccl, nccl_ep = installation.prepare(device)
-    ffi.create_nccl_group(
-      name=group.name,
-      config=group.program_text,
-      ranks={r: d.local_hardware_id for r, d in ranks.items()},
-      domain=domain,
-      num_experts=group.num_experts,
-      ep_size=group.ep_size,
-      max_tokens=_size(group, "max_tokens_per_rank"),
-      capacity=capacity,
-      max_row_bytes=_padded_width(_size(group, "hidden_dim"))
-      * group.max_token_dtype.itemsize,
-      max_num_sms=group.max_num_sms,
-      zero_copy=zero_copy,
-      timeout_s=group.timeout_s,
-      exit_after_s=group.exit_after_s,
-      unique_id=base64.b64decode(founder["id"]),
-      nccl=nccl,
-      nccl_ep=nccl_ep,
-    )
-    if borrows:
-      try:
+      stack.callback(ffi.close_group, "nccl", group.name)
+      is_founder = _communicator() == "own" and 0 in ranks
+      unique_id = ffi.new_nccl_id(nccl, nccl_ep) if is_founder else b""
+      # NCCL EP also compares the names that gethostname() returns.
+      return dict(
+        id=base64.b64encode(unique_id).decode(), host=socket.gethostname()
+      )
+
+    def connect() -> dict[str, Any]:
+      if _communicator() == "xla":
         _borrow(group, mesh)
-      except Exception:
-        ffi.close_group("nccl", group.name)
-        raise
-    key = f"ep/place/{group.name}/{domain}"
+      elif environment.is_on(_ZERO_COPY):
+        raise ValueError(
+          f"ep_bootstrap: ${_ZERO_COPY} needs windows of XLA's buffers, which"
+          f" XLA makes only on its own communicators; set {_COMMUNICATOR}=xla."
+        )
+      founder = answers[domains[domain, 0].process_index]
+      hosts = {answer["host"] for answer in answers.values()}
+      unique_id = base64.b64decode(founder["id"])
+      ffi.connect_nccl_group(group.name, unique_id, len(hosts))
+      return {}
+
+    with contextlib.ExitStack() as stack:
+      answers = join(group, introduce, domain, environment.settings())
+      join(group, connect, domain)
+      ffi.open_nccl_group(group.name)
+      stack.pop_all()
+    capacity = _capacity(group)
+    group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     members = [d.process_index for d in domains[domain]]
     lookouts = [
       Lookout(
-        key,
+        group.name,
+        domain,
         rank,
         members,
         group.timeout_s,
@@ -177,6 +186,7 @@ class NcclBackend(Backend):
       )
       for i, rank in enumerate(ranks)
     ]
+    borrows, zero_copy = _communicator() == "xla", environment.is_on(_ZERO_COPY)
     return NcclConnection(group, borrows, zero_copy, lookouts)
 
 
@@ -272,6 +282,11 @@ def _domains(group: GroupConfig, mesh: Mesh) -> dict[str, Any]:
     lent_mesh=np.array([*mesh.shape.values()], np.int64),
     lent_axis=np.int64([*mesh.shape].index(group.axis_name)),
   )
+
+
+def _capacity(group: GroupConfig) -> int:
+  """Returns the largest capacity of the group's layers."""
+  return LayerConfig(group, top_k=group.top_k or 1).capacity
 
 
 def _size(group: GroupConfig, name: str) -> int:

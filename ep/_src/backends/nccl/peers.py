@@ -6,6 +6,10 @@ each rank polls the progress of the rank. After a while without progress, each
 thread publishes the place of its rank periodically in JAX's key-value store,
 because a rank may not know that peers wait. The thread of a waiting rank also
 reads the published places, and gives the watchdog a sentence about them.
+
+A process that traces or compiles a program also publishes this, for all domains
+of the group: a rank may wait for a rank that waits, in a collective of XLA, for
+a rank of another domain. Meanwhile `exit_after_s` terminates no process.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import json
 import math
 import threading
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +37,7 @@ class Place(NamedTuple):
   num_left: int
   still_s: float
   text: str
+  is_enqueuing: bool = False
 
 
 class Lookout:
@@ -39,24 +45,27 @@ class Lookout:
 
   def __init__(
     self,
-    key: str,
+    group: str,
+    domain: int,
     rank: int,
     processes: list[int],
     timeout_s: float,
-    look: Callable[[str], Iterable[Any]],
+    look: Callable[[str, bool], Iterable[Any]],
   ):
     """Starts the thread.
 
     Args:
-      key: the folder of the domain in the key-value store, unique among live
-        domains.
+      group: the name of the group.
+      domain: the number of the domain in the group.
       rank: this rank of the domain.
       processes: the process of each rank.
       timeout_s: seconds without progress until the watchdog prints.
-      look: takes the sentence about other ranks, and returns the fields of the
-        `Place` of this rank. Raises `NativeError` when the group is closed.
+      look: takes the sentence about other ranks, and whether one compiles.
+        Returns the fields of the `Place` of this rank. Raises `NativeError`
+        when the group is closed.
     """
-    self._key = key
+    self._places = f"ep/place/{group}/{domain}"
+    self._compilers = f"ep/compiles/{group}"
     self._rank = rank
     self._processes = processes
     self._timeout_s = timeout_s
@@ -73,23 +82,27 @@ class Lookout:
       self._thread.join(timeout=1)
 
   def _run(self) -> None:
-    others = ""
+    others, compiles = "", False
     first: dict[int, Place] = {}  # first `Place` of each rank in this wait
+    signs: dict[int, float] = {}  # last sign of each process that has compiled
     while not self._is_stopped.wait(self._timeout_s / 16):
       try:
-        place = Place(*self._look(others))
+        place = Place(*self._look(others, compiles))
       except ffi.NativeError:
         return
-      others = ""
+      others, compiles = "", False
       if place.still_s < self._timeout_s / 4:
         first = {}
         continue
       try:
-        compat.distributed_client().key_value_set(
-          f"{self._key}/{self._rank}", json.dumps(place), allow_overwrite=True
-        )
+        _publish(self._places, self._rank, place)
+        if place.is_enqueuing or compat.is_compiling():
+          process = self._processes[self._rank]
+          _publish(self._compilers, process, time.monotonic())
         if place.num_left and place.still_s > self._timeout_s / 2:
-          now = self._read() | {self._rank: place}
+          places = _read(self._places)
+          now = {rank: Place(*fields) for rank, fields in places.items()}
+          now[self._rank] = place
           first = now | first
           answers = {
             rank: place
@@ -97,16 +110,25 @@ class Lookout:
             if rank == self._rank or place != first[rank]
           }
           others = describe(answers, self._processes)
+          earlier, signs = signs, _read(self._compilers)
+          for process, sign in signs.items():
+            if earlier.get(process, sign) != sign:
+              compiles = True
+              others += f" Process {process} is compiling a program."
       except jax.errors.JaxRuntimeError as e:
         others = f"Of the other ranks nothing is known: {e}."
 
-  def _read(self) -> dict[int, Place]:
-    """Returns the last `Place` that each rank has published."""
-    found = compat.distributed_client().key_value_dir_get(self._key)
-    return {
-      int(key.rpartition("/")[2]): Place(*json.loads(value))
-      for key, value in found
-    }
+
+def _publish(folder: str, key: int, value: object) -> None:
+  compat.distributed_client().key_value_set(
+    f"{folder}/{key}", json.dumps(value), allow_overwrite=True
+  )
+
+
+def _read(folder: str) -> dict[int, Any]:
+  """Returns the last value that each rank or process has published."""
+  found = compat.distributed_client().key_value_dir_get(folder)
+  return {int(key.rpartition("/")[2]): json.loads(v) for key, v in found}
 
 
 def describe(answers: Mapping[int, Place], processes: list[int]) -> str:

@@ -222,7 +222,8 @@ CUresult cuCtxSynchronize() {
 
 CUresult cuMemGetInfo(size_t* free, size_t* total) {
   if (!MayWait(Contract("cuMemGetInfo"))) return CUDA_ERROR_INVALID_CONTEXT;
-  *free = *total = TheMachine().free_bytes;
+  const bool is_poor = CurrentContext()->device == TheMachine().poor_device;
+  *free = *total = is_poor ? 0 : TheMachine().free_bytes;
   return CUDA_SUCCESS;
 }
 

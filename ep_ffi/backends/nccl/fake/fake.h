@@ -32,8 +32,11 @@ struct Machine {
   int compute_capability_major = 9;
   int shared_bytes = 232448;            // per thread block
   size_t free_bytes = size_t{1} << 40;  // per device
+  int poor_device = -1;                 // has no free bytes
   int nvlink_ranks = 0;                 // per NVLink domain; 0: all ranks
-  bool device_api = true;               // whether NCCL has a device API
+  int num_hosts = 2;                    // different host names of a domain
+  bool gin = true;         // whether the GPU can use the network by itself
+  bool device_api = true;  // whether NCCL has a device API
   int nccl_version = 23007;
   // The longest time that a rank may wait for other ranks without a violation.
   double timeout_s = 30;

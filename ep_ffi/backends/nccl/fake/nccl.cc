@@ -100,8 +100,12 @@ ncclResult_t ncclCommQueryProperties(ncclComm_t comm,
   properties->rank = comm->member->rank();
   properties->nRanks = size;
   properties->cudaDev = comm->member->device();
-  properties->deviceApiSupport = TheMachine().device_api;
   properties->nLsaTeams = in_team > 0 ? size / in_team : 1;
+  properties->railedGinType =
+      TheMachine().gin ? NCCL_GIN_TYPE_GDAKI : NCCL_GIN_TYPE_NONE;
+  properties->deviceApiSupport =
+      TheMachine().device_api &&
+      (TheMachine().gin || properties->nLsaTeams == 1);
   return ncclSuccess;
 }
 

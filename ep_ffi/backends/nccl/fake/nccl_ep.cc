@@ -112,6 +112,11 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
                    " may write structs for the network that NCCL "
                    "EP's kernels cannot read");
   contract.Require(TheMachine().device_api, "NCCL has no device API");
+  if (nvlink_ranks > 0 && nvlink_ranks < size) {
+    contract.Require(TheMachine().gin, "NCCL EP requires GIN");
+    contract.Require(TheMachine().num_hosts > 1,
+                     "NCCL EP's kernels would use a null pointer");
+  }
   RequireConfig(contract, *config, size,
                 nvlink_ranks > 0 ? nvlink_ranks : size);
   // The name of the exchange contains all settings, so that ranks must agree.

@@ -196,7 +196,6 @@ std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
   std::string id;
   const Status made = NewUniqueId("", "", &id);
   if (!made.ok()) return {made};
-  if (!lent) common.unique_id = id;
   groups->resize(sizes.ep_size);
   if (lent) lent->resize(sizes.ep_size);
   std::vector<Status> statuses(sizes.ep_size);
@@ -204,14 +203,23 @@ std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
     NcclGroup::Options mine = common;
     mine.rank = rank;
     mine.device = first_device + rank;
-    statuses[rank] = NcclGroup::Create(mine, &(*groups)[rank]);
-    if (!statuses[rank].ok() || !lent) return;
-    if (!(*lent)[rank]) {
+    std::shared_ptr<NcclGroup>& group = (*groups)[rank];
+    statuses[rank] = NcclGroup::Create(mine, &group);
+    if (!statuses[rank].ok()) return;
+    if (lent && !(*lent)[rank]) {
       (*lent)[rank] = std::make_shared<Lent>(
           mine.device, sizes.ep_size, (rank + shift) % sizes.ep_size, id);
     }
-    statuses[rank] = (*groups)[rank]->Borrow((*lent)[rank]->comm());
+    statuses[rank] =
+        lent ? group->Borrow((*lent)[rank]->comm()) : group->ConnectById(id);
+    if (!statuses[rank].ok()) return;
+    statuses[rank] = group->CheckMachine(fake::TheMachine().num_hosts);
   });
+  for (const Status& status : statuses) {
+    if (!status.ok()) return statuses;
+  }
+  ForEachRank(sizes.ep_size,
+              [&](int64_t rank) { statuses[rank] = (*groups)[rank]->Open(); });
   return statuses;
 }
 

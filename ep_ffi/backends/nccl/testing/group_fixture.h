@@ -71,7 +71,8 @@ class Lent {
 };
 
 // Connects the ranks of one domain, on devices from `first_device` on. Returns
-// the results by rank. With `lent`, rank r borrows the communicator of rank r +
+// the results by rank. Opens the groups if all ranks have passed the checks, as
+// bootstrap does. With `lent`, rank r borrows the communicator of rank r +
 // shift from `lent`, which this function fills if it is empty; otherwise each
 // group creates its own communicator.
 std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
