@@ -5,6 +5,7 @@
 """
 
 from ep._src.base import public as _public
+from ep._src.moe.experts import Segments as Segments
 from ep._src.moe.losses import Metrics as Metrics
 from ep._src.moe.parameters import init as init
 from ep._src.moe.parameters import partition_specs as partition_specs
