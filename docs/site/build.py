@@ -41,7 +41,7 @@ _ELSEWHERE = {
 
 _CONTENTS = """
 Start: use install tutorial choices
-How to: howto/train howto/clusters howto/other_frameworks howto/replay \
+How to: howto/train howto/finetune howto/decode howto/clusters howto/other_frameworks howto/replay \
 howto/router_replay howto/without_accelerators howto/test_a_transport
 The layer: moe router training planner sharp_bits errors
 Reference: reference/ep reference/moe reference/presets reference/launch \

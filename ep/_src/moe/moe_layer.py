@@ -81,7 +81,7 @@ def moe_layer(
 
   `experts` replaces the network of an expert by a function of yours:
 
-      def experts(segments, params, rows):  # e of [L, H, F], rows of [C, H]
+      def experts(segments, params, rows):  # a rank's, rows [C, H]
         up = segments.matmul(rows, params["up"])
         return segments.matmul(segments.map(jnp.tanh, up), params["down"])
 
@@ -119,7 +119,7 @@ def moe_layer(
       each call compiles.
     params: a pytree of float arrays whose first axis is the rank's L experts in
       the local view, and all E experts in the global view, sharded over the EP
-      axis. A parameter that experts share is an argument of its own.
+      axis. Broadcast a parameter that experts share.
     return_handle: whether to also return the handle, for `ep.describe` or more
       ops with the same routing. With `overflow="chunk"` it is the handle of one
       exchange of all tokens. If its `max_recv_tokens` exceeds its `capacity`,
