@@ -201,7 +201,9 @@ def _apply_by_blocks(
   num_used: jax.Array, *arrays: jax.Array, fn: Callable[..., Any], tail: str
 ) -> list[jax.Array]:
   num_rows = arrays[0].shape[0]
-  height = min(HEIGHT, num_rows)
+  if num_rows <= HEIGHT:  # one block, without the cost of a loop
+    return [cut(out, num_used, tail) for out in fn(*arrays)]
+  height = HEIGHT
   readers = [unwritten_rows.Reader(x, num_used) for x in arrays]
 
   def step(i: jax.Array, outs: list[jax.Array]) -> list[jax.Array]:
