@@ -32,14 +32,14 @@ Weigh = Literal["late", "early", "input"]
 class Segments:
   """Computes on the rows that a rank received, for experts that you write.
 
-  `moe_layer(experts=)` passes the segments to a function. An expert segment is
-  the rows of one of the rank's L experts. The methods take and return arrays
-  [C, ...] of the capacity C, but visit only blocks of used rows. JAX operations
-  on these arrays are correct also, but compute all C rows. So do the gradients
-  of an array that several calls read, as JAX adds them.
+  `moe_layer(experts=)` passes the segments to a function of yours. An expert
+  segment is the rows of one of the rank's L experts. The methods take and
+  return arrays [C, ...], with a row for each slot of the capacity C, but visit
+  only blocks of used rows. Rows after the last segment, even NaNs, affect no
+  other row.
 
-  Rows after the last segment, even NaNs, affect no other row. Arrays [C, F] of
-  the methods have the dtype of the tokens.
+  You may also pass these arrays to JAX operations, which compute all C rows. If
+  several calls read an array, JAX adds all C rows of its gradients.
   """
 
   _handle: EpHandle

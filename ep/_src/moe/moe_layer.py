@@ -81,7 +81,7 @@ def moe_layer(
 
   `experts` replaces the network of an expert by a function of yours:
 
-      def experts(segments, params, rows):  # a rank's, rows [C, H]
+      def experts(segments, params, rows):  # of a rank; rows [C, H]
         up = segments.matmul(rows, params["up"])
         return segments.matmul(segments.map(jnp.tanh, up), params["down"])
 
