@@ -116,7 +116,8 @@ def moe_layer(
       computed for all rows of the capacity.
     experts: a function of `ep.moe.Segments`, a rank's `params` and the received
       rows [C, H], which returns the experts' outputs [C, H]. Without `jax.jit`,
-      each call compiles.
+      each call compiles. With `overflow="chunk"`, the function must not close
+      over values that are differentiated.
     params: a pytree of float arrays whose first axis is the rank's L experts in
       the local view, and all E experts in the global view, sharded over the EP
       axis. Broadcast a parameter that experts share.
