@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters, state and metrics of a MoE layer; `move` reorders experts.
 
-`from_hf` and `to_hf` convert layers of Hugging Face models.
+`from_hf` and `to_hf` convert layers of Hugging Face models. `moe_layer` passes
+`Segments` to experts that a user writes.
 """
 
 from ep._src.base import public as _public

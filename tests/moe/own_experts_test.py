@@ -201,6 +201,11 @@ def test_params_are_a_pytree_and_may_be_none():
     (dict(params=dict(w=np.zeros(E, int))), TypeError, "floats are expected"),
     (dict(experts=None), TypeError, "passed by name"),
     (dict(experts=lambda s, p, rows: rows[:, 1:]), ValueError, "like the rows"),
+    (
+      dict(experts=lambda s, p, rows: s.matmul(rows[:, 1:], p["w_up"])),
+      ValueError,
+      r"got rows \(\d+, 6\) and matrices \(\d, 7, 9\); expected",
+    ),
   ],
 )
 def test_arguments_that_do_not_fit(change, error, message):

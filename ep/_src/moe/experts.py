@@ -57,8 +57,20 @@ class Segments:
 
     Returns:
       [C, G] for each array of `matrices`.
+
+    Raises:
+      ValueError: a shape does not fit.
     """
     leaves, tree = jax.tree.flatten(matrices)
+    C, L = self._handle.capacity, len(self._handle.group_sizes)
+    for matrix in leaves:
+      arguments.check(
+        (rows.ndim, matrix.ndim) == (2, 3)
+        and (C, L, rows.shape[1]) == (len(rows), *matrix.shape[:2]),
+        "Segments.matmul",
+        f"got rows {rows.shape} and matrices {matrix.shape}; expected [{C}, F]"
+        f" and [{L}, F, G].",
+      )
     places: dict[Any, list[int]] = {}
     for i, matrix in enumerate(leaves):
       places.setdefault(matrix.shape, []).append(i)
