@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates tokens with a MoE transformer, and times steps beside a dense one.
 
-    python examples/decode.py                      one process, 4 devices
+    JAX_NUM_CPU_DEVICES=4 python examples/decode.py
     python -m ep launch --num_processes=4 examples/decode.py
 
 Prefill and decode call one function, `apply`, with the same layer. The program
