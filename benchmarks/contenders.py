@@ -45,11 +45,13 @@ LAYERS: dict[str, Callable[[Layout], Any]] = {
   "one_hot": layers.OneHot,
   "sorted_ep_matmul": lambda layout: layers.Sorted(layout, Gathered(layout)),
 }
+# Layers whose experts the program of a user would write.
+USERS = ("own_experts", "jax_experts")
 
 
 def names() -> tuple[str, ...]:
   """Returns the names of all contenders, in the order of printed tables."""
-  return (*EP, *PURE_XLA, *LAYERS)
+  return (*EP, *PURE_XLA, *LAYERS, *USERS)
 
 
 def is_pure_xla(name: str) -> bool:
@@ -61,7 +63,7 @@ def ops_of(name: str, chosen: Sequence[str]) -> list[str]:
   known = ops.ALL
   if name in PURE_XLA:
     known = ops.OPS
-  elif name in LAYERS:
+  elif name in LAYERS or name in USERS:
     known = ops.LAYERS
   return [op for op in chosen if op in known]
 
@@ -90,10 +92,12 @@ def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
     top_k=layout.shape.top_k,
     recv_capacity_per_rank=layout.capacity,
     max_token_dtype=dtype,
-    backend=name,
+    backend=name if name in EP else None,
   ) as group:
     tail = "zero" if layout.zero_tail else "unspecified"
-    yield Ep(ep.EpLayerConfig(group, tail=tail), layout)
+    of_layer = dict(own_experts=OwnExperts, jax_experts=JaxExperts)
+    contender = of_layer.get(name, Ep)
+    yield contender(ep.EpLayerConfig(group, tail=tail), layout)
 
 
 class Ep:
@@ -140,3 +144,42 @@ class Ep:
       jax.ShapeDtypeStruct(shape, tokens.dtype),
     )(tokens)
     return rows
+
+
+class OwnExperts(Ep):
+  """The contender that passes a function like ours to `moe_layer`."""
+
+  def moe(self, topk_idx, tokens, topk_weights, *matrices):
+    return ep.moe_layer(
+      self._layer,
+      tokens,
+      topk_idx,
+      topk_weights,
+      experts=_gated_experts,
+      params=matrices,
+    )
+
+
+def _gated_experts(segments, matrices, rows):
+  w_gate, w_up, w_down = matrices
+
+  @jax.checkpoint
+  def down(gate, up):
+    return segments.matmul(segments.map(_hidden, gate, up), w_down)
+
+  return down(*segments.matmul(rows, [w_gate, w_up]))
+
+
+def _hidden(gate, up):
+  return jax.nn.silu(gate) * up
+
+
+class JaxExperts(Ep):
+  """The contender that calls JAX between the ops, as the tutorial does."""
+
+  def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
+    handle = self.prepare(topk_idx)
+    rows, weights = self.dispatch(handle, tokens, topk_weights)
+    dot = functools.partial(ep.grouped_matmul, group_sizes=handle.group_sizes)
+    rows = dot(layers.inner(dot, rows, w_gate, w_up), w_down)
+    return self.combine(handle, rows, weights)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters, state and metrics of a MoE layer; `move` reorders experts.
 
-`from_hf` and `to_hf` convert layers of Hugging Face models.
+`from_hf` and `to_hf` convert layers of Hugging Face models. `moe_layer` passes
+`Segments` to experts that a user writes.
 """
 
 from ep._src.base import public as _public
+from ep._src.moe.experts import Segments as Segments
 from ep._src.moe.losses import Metrics as Metrics
 from ep._src.moe.parameters import init as init
 from ep._src.moe.parameters import partition_specs as partition_specs

@@ -104,26 +104,27 @@ def run_forward(
 
 
 @functools.cache
-def moe_step_of(layer, view="global", activation=jax.nn.silu):
+def moe_step_of(layer, view="global", experts=None, **options):
   """Returns a program that computes `ep.moe_layer` and its gradients."""
 
   def step(topk_idx, tokens, weights, matrices, ct):
     def moe(tokens, weights, matrices):
-      return ep.moe_layer(
-        layer, tokens, topk_idx, weights, **matrices, activation=activation
-      )
+      given = matrices
+      if experts is not None:
+        given = dict(experts=experts, params=matrices)
+      return ep.moe_layer(layer, tokens, topk_idx, weights, **given, **options)
 
     out, vjp = jax.vjp(moe, tokens, weights, matrices)
     return out, *vjp(ct)
 
   if view != "global":
     tokens = PartitionSpec(layer.group.token_axes)
-    experts = PartitionSpec(layer.group.axis_name)
+    split = PartitionSpec(layer.group.axis_name)
     step = jax.shard_map(
       step,
       mesh=layer.group.mesh,
-      in_specs=(tokens, tokens, tokens, experts, tokens),
-      out_specs=(tokens, tokens, tokens, experts),
+      in_specs=(tokens, tokens, tokens, split, tokens),
+      out_specs=(tokens, tokens, tokens, split),
       check_vma=view == "local",
     )
   return jax.jit(step)

@@ -182,7 +182,7 @@ def test_every_layer_is_right(mesh, dtype, op):
     dtype=dtype,
     zero_tail=False,
   )
-  names = ["host", *contenders.LAYERS]
+  names = ["host", *contenders.LAYERS, *contenders.USERS]
   results = _measure(mesh, workload, ["padded_gather", *names], [op])
   assert [*results[op]] == names
   assert all(result.planned_bytes > 0 for result in results[op].values())

@@ -135,6 +135,15 @@ def layers(
     return_handle=True,
   )
   assert_type(handle, ep.EpHandle)
+
+  def experts(
+    segments: ep.moe.Segments, params: jax.Array, rows: jax.Array
+  ) -> jax.Array:
+    product: jax.Array = segments.matmul(rows, params)
+    return product
+
+  out = ep.moe_layer(layer, x, *topk, experts=experts, params=matrices)
+  assert_type(out, jax.Array)
   config = ep.MoEConfig(hidden=32, inner=64, num_experts=8, top_k=2)
   whole = ep.MoE(config, layer.group.mesh, name="first", backend="xla")
   whole = ep.MoE(config, whole.group)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -67,6 +68,15 @@ def map_used_rows(
   num_used, *arrays = compat.vary_together(num_used, *arrays)
   outs = _map_p.bind(num_used, *arrays, fn=_Flat(fn), tail=contexts.tail(tail))
   return jax.tree.unflatten(jax.tree.structure(types), outs)
+
+
+def fan_out(group_sizes: jax.Array, x: jax.Array, count: int) -> list[Any]:
+  """Returns x [C, ...] `count` times; adds gradients of the used rows alone."""
+  if count == 1:
+    return [x]
+  num_used, x = compat.vary_together(group_sizes.sum(dtype=jnp.int32), x)
+  outs: list[Any] = _fan_out_p.bind(num_used, x, count=count)
+  return outs
 
 
 def repeated(values: jax.Array, rows: jax.Array) -> jax.Array:
@@ -191,7 +201,9 @@ def _apply_by_blocks(
   num_used: jax.Array, *arrays: jax.Array, fn: Callable[..., Any], tail: str
 ) -> list[jax.Array]:
   num_rows = arrays[0].shape[0]
-  height = min(HEIGHT, num_rows)
+  if num_rows <= HEIGHT:  # one block, without the cost of a loop
+    return [cut(out, num_used, tail) for out in fn(*arrays)]
+  height = HEIGHT
   readers = [unwritten_rows.Reader(x, num_used) for x in arrays]
 
   def step(i: jax.Array, outs: list[jax.Array]) -> list[jax.Array]:
@@ -278,3 +290,35 @@ _map_p = primitive.new(
 )
 ad.primitive_jvps[_map_p] = _jvp
 ad.primitive_transposes[_map_p] = _transpose
+
+
+def _fan_out_jvp(
+  primals: Sequence[Any], tangents: Sequence[Any], *, count: int
+) -> tuple[list[Any], list[Any]]:
+  outs = _fan_out_p.bind(*primals, count=count)
+  num_used, _ = primals
+  return outs, _fan_out_p.bind(num_used, tangents[1], count=count)
+
+
+def _sum(*blocks: jax.Array) -> jax.Array:
+  return functools.reduce(jnp.add, blocks)
+
+
+def _fan_out_transpose(
+  cts: Sequence[Any], num_used: Any, x: Any, *, count: int
+) -> list[Any]:
+  present = [ct for ct in cts if type(ct) is not ad.Zero]
+  if len(present) < 2:
+    return [None, *(present or [None])]
+  tail = contexts.tail("unspecified")
+  return [None, *_map_p.bind(num_used, *present, fn=_Flat(_sum), tail=tail)]
+
+
+_fan_out_p = primitive.new(
+  "ep_fan_out",
+  lambda num_used, x, count: [x] * count,
+  lambda ctx, num_used, x, count: [x] * count,
+  static=["count"],
+)
+ad.primitive_jvps[_fan_out_p] = _fan_out_jvp
+ad.primitive_transposes[_fan_out_p] = _fan_out_transpose

@@ -20,7 +20,7 @@ over other axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import functools
 import math
 from typing import Any
@@ -41,7 +41,7 @@ from ep._src.ops.prepare import ep_prepare
 def through_experts(
   layer: EpLayerConfig,
   experts: Experts,
-  params: Mapping[str, jax.Array],
+  params: Any,
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
@@ -56,7 +56,7 @@ def through_experts(
     layer: the layer's configuration.
     experts: the network of an expert.
     params: w_up, w_down and optional w_gate, b_up, b_gate, b_down of the rank's
-      experts.
+      experts, or a pytree for the user's network.
     tokens: [..., H].
     topk_idx: int [..., K], the slots of the choices.
     topk_weights: float [..., K].
@@ -71,7 +71,7 @@ def through_experts(
   """
   num_tokens = math.prod(topk_idx.shape[:-1])
   exchange = exchange_of(layer, capacity)
-  args = dict(params), tokens, topk_idx, topk_weights
+  args = params, tokens, topk_idx, topk_weights
   token_chunks = min(token_chunks, num_tokens)
   if token_chunks > 1:
     out, handle = _in_chunks(exchange, experts, token_chunks, *args)
@@ -90,7 +90,7 @@ def _in_chunks(
   layer: EpLayerConfig,
   experts: Experts,
   num_chunks: int,
-  params: Mapping[str, jax.Array],
+  params: Any,
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
@@ -121,7 +121,7 @@ def _in_chunks(
   # Without this checkpoint, JAX would save the tokens twice: whole and split.
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def run(
-    params: Mapping[str, jax.Array],
+    params: Any,
     tokens: jax.Array,
     topk_weights: jax.Array,
     handles: Any,
@@ -210,7 +210,7 @@ def _one_exchange_or_chunks(
   handle: EpHandle,
   experts: Experts,
   num_chunks: int,
-  params: Mapping[str, jax.Array],
+  params: Any,
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,

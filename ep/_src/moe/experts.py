@@ -5,22 +5,133 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import compat
+from ep._src.base import arguments, compat
 from ep._src.base.identities import keep_routing
 from ep._src.matmul.grouped_matmul import grouped_matmuls
-from ep._src.matmul.row_map import map_used_rows, repeated, weighted
+from ep._src.matmul.row_map import (
+  fan_out,
+  map_used_rows,
+  repeated,
+  weighted,
+)
 from ep._src.ops.combine import ep_combine
 from ep._src.ops.dispatch import ep_dispatch
 from ep._src.ops.handle import EpHandle
 
 Activation = Callable[[jax.Array], jax.Array]
 Weigh = Literal["late", "early", "input"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segments:
+  """Computes on the rows that a rank received, for experts that you write.
+
+  `moe_layer(experts=)` passes the segments to a function of yours. An expert
+  segment is the rows of one of the rank's L experts. The methods take and
+  return arrays [C, ...], with a row for each slot of the capacity C, but visit
+  only blocks of used rows. Rows after the last segment, even NaNs, affect no
+  other row.
+
+  You may also pass these arrays to JAX operations, which compute all C rows. If
+  several calls read an array, JAX adds all C rows of its gradients.
+  """
+
+  _handle: EpHandle
+  _dtype: Any
+  _by_source: jax.Array | None = None  # int32 [L, P], rows from each rank
+
+  def matmul(self, rows: jax.Array, matrices: Any) -> Any:
+    """Returns rows [C, F] times the matrix [F, G] of each row's expert.
+
+    Args:
+      rows: [C, F].
+      matrices: [L, F, G], or a pytree of such arrays with different G. One call
+        for all matrices that multiply the same rows adds the gradients of the
+        used rows only.
+
+    Returns:
+      [C, G] for each array of `matrices`.
+
+    Raises:
+      ValueError: a shape does not fit.
+    """
+    leaves, tree = jax.tree.flatten(matrices)
+    C, L = self._handle.capacity, len(self._handle.group_sizes)
+    for matrix in leaves:
+      arguments.check(
+        (rows.ndim, matrix.ndim) == (2, 3)
+        and (C, L, rows.shape[1]) == (len(rows), *matrix.shape[:2]),
+        "Segments.matmul",
+        f"got rows {rows.shape} and matrices {matrix.shape}; expected [{C}, F]"
+        f" and [{L}, F, G].",
+      )
+    places: dict[Any, list[int]] = {}
+    for i, matrix in enumerate(leaves):
+      places.setdefault(matrix.shape, []).append(i)
+    outs = [*leaves]
+    copies = fan_out(self._handle.group_sizes, rows, len(places))
+    for same, copy in zip(places.values(), copies, strict=True):
+      products = grouped_matmuls(
+        copy,
+        [leaves[i] for i in same],
+        self._handle.group_sizes,
+        segments=self._by_source,
+      )
+      for i, product in zip(same, products, strict=True):
+        outs[i] = product
+    return jax.tree.unflatten(tree, outs)
+
+  def map(self, fn: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Returns `fn(*arrays)`, where `fn` maps each row independently.
+
+    Args:
+      fn: maps blocks [B, ...] of each array, for any B, to an array [B, ...] or
+        a sequence of arrays. If `fn` closes over traced values, it computes all
+        C rows.
+      *arrays: [C, ...]. `fn` reads zeros from rows that pad a segment, and
+        these rows have no gradient, even if a derivative at 0 is infinite.
+
+    Returns:
+      The results of `fn`, with C rows instead of B.
+    """
+    sizes = self._handle.group_sizes
+    if self._handle.layer.alignment == 1:
+      return map_used_rows(fn, sizes, *arrays)
+    holds_token = _holds_token(self._handle)
+    return map_used_rows(_OfTokens(fn), sizes, holds_token, *arrays)
+
+  def spread(self, values: Any, weights: jax.Array | None = None) -> Any:
+    """Returns [C, F], the values of each row's expert, such as a bias.
+
+    Args:
+      values: [L, F], or a pytree of such arrays.
+      weights: [C] or None, factors of the rows.
+    """
+    if weights is None:
+      weights = jnp.ones(self._handle.capacity)
+    columns = jax.tree.map(lambda x: x[:, None], values)
+    return self.matmul(weights[:, None].astype(self._dtype), columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfTokens:
+  """Maps blocks by `fn`, with constant zeros for the rows without a token."""
+
+  fn: Callable[..., Any]
+
+  def __call__(self, holds_token: jax.Array, *blocks: jax.Array) -> Any:
+    return self.fn(
+      *(jnp.where(repeated(holds_token, x) > 0, x, 0) for x in blocks)
+    )
+
+
+Network = Callable[[Segments, Any, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +153,14 @@ class Experts:
       where only rounding differs; or x ("input"), which is another function.
     deterministic: whether gradients of parameters are summed by source rank,
       in the order that ordered_sum.py defines.
+    network: a function of the user, which replaces the network above.
   """
 
   activation: Activation = jax.nn.silu
   up_activation: Activation | None = None
   weigh: Weigh = "late"
   deterministic: bool = False
+  network: Network | None = None
 
   def is_traced(self) -> bool:
     """Returns whether an activation closes over traced values.
@@ -110,7 +223,7 @@ class SharedExpert:
 def round_trip(
   handle: EpHandle,
   experts: Experts,
-  params: Mapping[str, jax.Array],
+  params: Any,
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
@@ -123,9 +236,10 @@ def round_trip(
   `shared.hidden` during dispatch and `shared.output` during combine, and their
   gradients during the gradient of the same exchange.
   """
-  segments = None
+  by_source = None
   if experts.deterministic:
-    segments = _rows_by_source(handle, topk_idx)
+    by_source = _rows_by_source(handle, topk_idx)
+  segments = Segments(handle, tokens.dtype, by_source)
   rows, row_weights = ep_dispatch(handle, tokens, topk_weights)
   beside = shared if shared is not None and shared.overlap else None
   if beside is not None:
@@ -134,7 +248,7 @@ def round_trip(
     if experts.weigh == "input":
       rows = map_used_rows(weighted, handle.group_sizes, rows, row_weights)
     early = row_weights if experts.weigh == "early" else None
-    rows = _apply(experts, params, rows, early, handle, segments)
+    rows = _apply(experts, segments, params, rows, early)
   weights = row_weights if experts.weigh == "late" else None
   if weights is not None and not handle.params.connection.weighs:
     # Multiply here, not in combine: otherwise the gradient of combine includes
@@ -187,48 +301,42 @@ def _holds_token(handle: EpHandle) -> jax.Array:
 
 def _apply(
   experts: Experts,
-  params: Mapping[str, jax.Array],
+  segments: Segments,
+  params: Any,
   rows: jax.Array,
   weights: jax.Array | None,
-  handle: EpHandle,
-  segments: jax.Array | None,
 ) -> jax.Array:
-  """Returns the experts' outputs, times `weights` unless these are None.
-
-  Rows after the last used block (row_map.py) are neither read nor written.
-  """
-  sizes = handle.group_sizes
+  """Returns the experts' outputs, times `weights` unless these are None."""
+  out: jax.Array
+  if experts.network is not None:
+    out = experts.network(segments, params, rows)
+    given = getattr(out, "shape", None), getattr(out, "dtype", None)
+    arguments.check(
+      given == (rows.shape, rows.dtype),
+      "moe_layer",
+      f"experts returned {given[1]}{given[0]}, but an array like the rows,"
+      f" {rows.dtype}{rows.shape}, is expected.",
+    )
+    return out
   names = ["up", "gate"] if "w_gate" in params else ["up"]
   has_biases = "b_up" in params
-  is_padded = handle.layer.alignment > 1
-
-  def multiply(rows: jax.Array, *matrices: jax.Array) -> list[jax.Array]:
-    return grouped_matmuls(rows, matrices, sizes, segments=segments)
-
-  def of_biases(weights: jax.Array | None, *names: str) -> list[jax.Array]:
-    """Returns, for each name, [C, F]: the bias of each row times its weight."""
-    if weights is None:
-      weights = jnp.ones(handle.capacity)
-    weights = weights[:, None].astype(rows.dtype)
-    return multiply(weights, *(params["b_" + n][:, None] for n in names))
 
   # Hidden rows are as large as `products`, but cheap to recompute: do not save.
   @jax.checkpoint
-  def leave(products: Sequence[jax.Array]) -> list[jax.Array]:
+  def leave(products: Sequence[jax.Array]) -> jax.Array:
     blocks = [*products]
     if has_biases:
-      blocks += of_biases(None, *names)
-    if is_padded:
-      blocks.append(_holds_token(handle))
+      blocks += segments.spread([params["b_" + n] for n in names])
     if weights is not None:
       blocks.append(weights)
-    hidden = _Hidden(experts, len(names), has_biases, is_padded)
-    return multiply(map_used_rows(hidden, sizes, *blocks), params["w_down"])
+    hidden = segments.map(_Hidden(experts, len(names), has_biases), *blocks)
+    product: jax.Array = segments.matmul(hidden, params["w_down"])
+    return product
 
-  out: jax.Array
-  (out,) = leave(multiply(rows, *(params["w_" + n] for n in names)))
+  out = leave(segments.matmul(rows, [params["w_" + n] for n in names]))
   if has_biases:
-    out = map_used_rows(jnp.add, sizes, out, *of_biases(weights, "down"))
+    bias = segments.spread(params["b_down"], weights)
+    out = segments.map(jnp.add, out, bias)
   return out
 
 
@@ -236,15 +344,12 @@ def _apply(
 class _Hidden:
   """Maps blocks of the products x @ w to hidden rows.
 
-  The operands are the products, then optionally their biases, a mask of the
-  rows with tokens, and weights. Constant zeros replace the products of padding
-  rows, because there an infinite derivative would give NaN gradients.
+  The operands are the products, then optionally their biases, and weights.
   """
 
   experts: Experts
   num_products: int
   has_biases: bool
-  is_padded: bool
 
   def __call__(self, *operands: jax.Array) -> jax.Array:
     n = self.num_products
@@ -252,10 +357,5 @@ class _Hidden:
     if self.has_biases:
       products = [*map(jnp.add, products, others[:n])]
       others = others[n:]
-    if self.is_padded:
-      holds_token, *others = others
-      products = [
-        jnp.where(repeated(holds_token, x) > 0, x, 0) for x in products
-      ]
     hidden = self.experts.hidden(*products)
     return weighted(hidden, *others) if others else hidden

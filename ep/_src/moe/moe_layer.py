@@ -14,7 +14,7 @@ from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.moe import batching
 from ep._src.moe.batching import Padding
 from ep._src.moe.chunks import through_experts
-from ep._src.moe.experts import Activation, Experts
+from ep._src.moe.experts import Activation, Experts, Network
 from ep._src.ops import views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
 
@@ -26,10 +26,12 @@ def moe_layer(
   topk_idx: jax.Array,
   topk_weights: jax.Array,
   *,
-  w_up: jax.Array,
-  w_down: jax.Array,
+  w_up: jax.Array | None = None,
+  w_down: jax.Array | None = None,
   w_gate: jax.Array | None = None,
   activation: Activation = jax.nn.silu,
+  experts: Network | None = None,
+  params: Any = None,
   return_handle: Literal[False] = False,
   pad: bool = False,
 ) -> jax.Array: ...
@@ -40,10 +42,12 @@ def moe_layer(
   topk_idx: jax.Array,
   topk_weights: jax.Array,
   *,
-  w_up: jax.Array,
-  w_down: jax.Array,
+  w_up: jax.Array | None = None,
+  w_down: jax.Array | None = None,
   w_gate: jax.Array | None = None,
   activation: Activation = jax.nn.silu,
+  experts: Network | None = None,
+  params: Any = None,
   return_handle: Literal[True],
   pad: bool = False,
 ) -> tuple[jax.Array, EpHandle]: ...
@@ -57,6 +61,8 @@ def moe_layer(
   w_down: jax.Array | None = None,
   w_gate: jax.Array | None = None,
   activation: Activation = jax.nn.silu,
+  experts: Network | None = None,
+  params: Any = None,
   return_handle: bool = False,
   pad: bool = False,
 ) -> jax.Array | tuple[jax.Array, EpHandle]:
@@ -73,11 +79,17 @@ def moe_layer(
       topk = ep.route_topk(tokens @ w_router, layer.top_k)
       out = ep.moe_layer(layer, tokens, *topk, w_gate=..., w_up=..., w_down=...)
 
-  `ep.MoE` is the layer with a router, losses, biases and shared experts. For
-  other kinds of experts, call `ep_prepare`, `ep_dispatch`, `grouped_matmul` and
-  `ep_combine` yourself. Differentiable in tokens, weights and matrices, in both
-  modes and to any order. `jax.vmap` over tokens makes one exchange of all
-  examples.
+  `experts` replaces the network of an expert by a function of yours:
+
+      def experts(segments, params, rows):  # of a rank; rows [C, H]
+        up = segments.matmul(rows, params["up"])
+        return segments.matmul(segments.map(jnp.tanh, up), params["down"])
+
+      out = ep.moe_layer(layer, tokens, *topk, experts=experts, params=...)
+
+  `ep.MoE` is the layer with a router, losses, biases and shared experts.
+  Differentiable in tokens, weights and parameters, in both modes and to any
+  order. `jax.vmap` over tokens makes one exchange of all examples.
 
   With `overflow="chunk"`, if a rank needs more rows than the capacity C, its EP
   domain splits the tokens into chunks that fit with any routing, and runs one
@@ -102,6 +114,13 @@ def moe_layer(
       because it is a key of compiled programs. If it closes over traced values,
       such as a learned slope, no program is cached, and the activation is
       computed for all rows of the capacity.
+    experts: a function of `ep.moe.Segments`, a rank's `params` and the received
+      rows [C, H], which returns the experts' outputs [C, H]. Without `jax.jit`,
+      each call compiles. With `overflow="chunk"`, the function must not close
+      over values that are differentiated.
+    params: a pytree of float arrays whose first axis is the rank's L experts in
+      the local view, and all E experts in the global view, sharded over the EP
+      axis. Broadcast a parameter that experts share.
     return_handle: whether to also return the handle, for `ep.describe` or more
       ops with the same routing. With `overflow="chunk"` it is the handle of one
       exchange of all tokens. If its `max_recv_tokens` exceeds its `capacity`,
@@ -124,34 +143,39 @@ def moe_layer(
   check_layer("moe_layer", layer)
   group = layer.group
   op = f'moe_layer(layer "{layer.name}")'
-  if positional or w_up is None or w_down is None:
-    raise TypeError(
-      f"{op}: matrices are passed by name: w_up=..., w_down=..., and w_gate=..."
-      " for experts with gates."
-    )
   arrays.function(op, "activation", activation)
   arguments.flags(op, return_handle=return_handle, pad=pad)
-  params = {"w_up": jnp.asarray(w_up), "w_down": jnp.asarray(w_down)}
-  if w_gate is not None:
-    params["w_gate"] = jnp.asarray(w_gate)
+  matrices = dict(w_up=w_up, w_down=w_down, w_gate=w_gate)
+  given = {k: jnp.asarray(w) for k, w in matrices.items() if w is not None}
+  network = Experts(activation, network=experts)
+  if experts is not None:
+    arrays.function(op, "experts", experts)
+    if given:
+      raise TypeError(
+        f"{op}: got experts and {[*given]}; pass the arrays of your experts as"
+        " params."
+      )
+    given = jax.tree.map(jnp.asarray, params)
+  elif positional or w_up is None or w_down is None or params is not None:
+    raise TypeError(
+      f"{op}: matrices are passed by name: w_up=..., w_down=..., and w_gate=..."
+      " for experts with gates; or experts=... and params=..."
+    )
   topk_idx = arrays.array(op, "topk_idx", topk_idx)
   routed = (jnp.asarray(tokens), topk_idx, jnp.asarray(topk_weights))
   view = views.View.of(group, op)
-  _check_matrices(view, routed[0], params)
+  check = _check_matrices if experts is None else _check_params
+  check(view, routed[0], given)
+  keep = experts is None and not network.is_traced()
 
-  experts = Experts(activation)
-  keep = not experts.is_traced()
-
-  def run(
-    routed: Any, params: dict[str, jax.Array]
-  ) -> tuple[jax.Array, EpHandle]:
+  def run(routed: Any, params: Any) -> tuple[jax.Array, EpHandle]:
     lead = _check_lead(op, routed)
     padding = Padding.of(view, lead) if pad else Padding(lead)
     routed = [*map(padding.add, routed, [0, -1, 0])]
     token_shape = view.lead("tokens", routed[0].shape)
     out, leaves = view.call(
       _of_rank,
-      [layer, experts],
+      [layer, network],
       [params, *routed],
       [views.EXPERTS] + [views.TOKENS] * 3,
       (views.TOKENS, LEAF_KINDS),
@@ -161,16 +185,16 @@ def moe_layer(
     return padding.remove(out), handle
 
   if return_handle:
-    return run(routed, params)
+    return run(routed, given)
   out: jax.Array
-  out, _ = batching.examples(lambda *args: (run(*args)[0], ()), routed, params)
+  out, _ = batching.examples(lambda *args: (run(*args)[0], ()), routed, given)
   return out
 
 
 def _of_rank(
   layer: EpLayerConfig,
   experts: Experts,
-  params: dict[str, jax.Array],
+  params: Any,
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
@@ -221,3 +245,19 @@ def _check_matrices(
         f"{op}: {name} is {matrices.dtype}, but tokens are {tokens.dtype};"
         " convert one, so that it is clear which precision is meant."
       )
+
+
+def _check_params(view: views.View, tokens: jax.Array, params: Any) -> None:
+  del tokens
+  op, group = view.op, view.group
+  experts = group.num_local_experts if view.is_local else group.num_experts
+  for path, x in jax.tree.leaves_with_path(params):
+    name = "params" + jax.tree_util.keystr(path)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise TypeError(f"{op}: {name} is {x.dtype}, but floats are expected.")
+    arguments.check(
+      x.shape[:1] == (experts,),
+      op,
+      f"{name} has shape {x.shape}, but [{experts}, ...] is expected: an entry"
+      f" for each of {'a rank' if view.is_local else 'all'}'s experts.",
+    )

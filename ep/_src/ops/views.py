@@ -286,7 +286,9 @@ def _check_places(
     if not x.committed or x.sharding.is_equivalent_to(wanted, x.ndim):
       continue
     first, *below = path
-    name = below[-1].key if below else names[first.idx]
+    name = names[first.idx]
+    if below:
+      name = jax.tree_util.keystr((below[-1],), simple=True)
     what = f"{op}: {name} of shape {x.shape} has the sharding {x.sharding}"
     if x.sharding.device_set != wanted.device_set:
       raise ValueError(
