@@ -11,6 +11,7 @@ from ep._src.moe.losses import Metrics as Metrics
 from ep._src.moe.parameters import init as init
 from ep._src.moe.parameters import partition_specs as partition_specs
 from ep._src.moe.parameters import State as State
+from ep._src.moe.parameters import with_slots as with_slots
 from ep._src.moe.placement import move as move
 from ep._tools.huggingface import config_from_hf as config_from_hf
 from ep._tools.huggingface import from_hf as from_hf

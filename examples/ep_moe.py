@@ -59,6 +59,11 @@ BOUNDS = {"float32": 2e-5, "bfloat16": 1e-1, "float16": 1e-2}
 
 flags.adopt_module_key_flags(ranks)
 flags.set_default(ranks.NUM_EXPERTS, 16)
+ranks.require(
+  "num_experts ep",
+  "num_experts must be a multiple of ep",
+  lambda experts, ep: experts % ep == 0,
+)
 
 
 def main(argv) -> int:

@@ -46,11 +46,6 @@ require(
   lambda dp, ep, processes: dp * ep % processes == 0,
 )
 require(
-  "num_experts ep",
-  "num_experts must be a multiple of ep",
-  lambda experts, ep: experts % ep == 0,
-)
-require(
   "num_experts top_k",
   "top_k must not exceed num_experts",
   lambda experts, top_k: top_k <= experts,

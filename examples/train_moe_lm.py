@@ -30,7 +30,7 @@ import ep
 from ep import launch
 from lm import data, model, plot
 from lm.checkpoint import RunFolder, Stop
-from lm.step import init, State, Step
+from lm.step import init, State, Step, working_ranks
 import ranks
 
 FLAGS = flags.FLAGS
@@ -87,8 +87,8 @@ _EVALUATE_EVERY = 50  # steps from one evaluation to the next
 flags.adopt_module_key_flags(ranks)
 ranks.require(
   "dp ep shards",
-  "shards must be a multiple of dp * ep: all ranks work on as many",
-  lambda dp, ep, shards: shards % (dp * ep) == 0,
+  "shards must be a multiple of dp * ep, rounded down to a power of two",
+  lambda dp, ep, shards: shards % working_ranks(dp * ep) == 0,
 )
 ranks.require(
   "shards batch",

@@ -28,7 +28,7 @@ from conftest import assert_shards_close, assert_shards_equal, to_global
 import ep
 from ep.testing import _numbers
 from ep.testing._routings import ROUTINGS
-from groups import E, GPU, group, H, ranks, spec, T, within_limits
+from groups import GPU, group, H, ranks, spec, T, within_limits
 from op_functions import LocalOps, Moved, Ops, round_trip
 from oracle import Differentiated, make_oracle
 import quick_compiler
@@ -70,7 +70,8 @@ class Case:
     self._rng = np.random.default_rng(0)
     if isinstance(routing, str):
       n = math.prod(self._lead)
-      idx = ROUTINGS[routing](self._rng, (n, layer.top_k), E)
+      experts = layer.group.num_experts
+      idx = ROUTINGS[routing](self._rng, (n, layer.top_k), experts)
       routing = idx.reshape(*self._lead, -1).astype(np.int32)
     self.topk_idx = routing
     self._routing_weights = routing_weights

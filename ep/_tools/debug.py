@@ -25,7 +25,7 @@ class RoutingSizes:
 
   Attributes:
     num_experts: E.
-    ep_size: P, a divisor of E.
+    ep_size: P.
     num_ranks: R, a multiple of P; None means P, i.e. one EP domain.
     alignment: each expert's segment of rows is padded to a multiple of this.
     capacity: C, rows that a rank can receive; None draws no limit.
@@ -42,11 +42,10 @@ class RoutingSizes:
   def __post_init__(self) -> None:
     if self.num_ranks is None:
       object.__setattr__(self, "num_ranks", self.ep_size)
-    if self.num_experts % self.ep_size or self.num_ranks % self.ep_size:
+    if self.num_ranks % self.ep_size:
       raise ValueError(
-        f"RoutingSizes: num_experts = {self.num_experts} and num_ranks ="
-        f" {self.num_ranks}, but both must be multiples of ep_size ="
-        f" {self.ep_size}."
+        f"RoutingSizes: num_ranks = {self.num_ranks}, but it must be a multiple"
+        f" of ep_size = {self.ep_size}."
       )
 
 

@@ -72,13 +72,14 @@ int64_t Count(const ChoicesView& choices, int64_t expert) {
 // the hash `fingerprint`.
 Status ReadChoices(const PlanDims& dims, int64_t rank,
                    const ChoicesView& choices, uint64_t* fingerprint) {
-  bool valid = choices.starts[0] == 0 &&
-               choices.starts[dims.num_experts] <= dims.num_choices();
-  for (int64_t e = 0; valid && e < dims.num_experts; ++e) {
+  const int64_t num_slots = dims.num_expert_slots();
+  bool valid =
+      choices.starts[0] == 0 && choices.starts[num_slots] <= dims.num_choices();
+  for (int64_t e = 0; valid && e < num_slots; ++e) {
     valid = choices.starts[e] <= choices.starts[e + 1];
   }
   // Computes the largest choice, and a sum that depends on the choices' order.
-  const int64_t num_used = valid ? choices.starts[dims.num_experts] : 0;
+  const int64_t num_used = valid ? choices.starts[num_slots] : 0;
   uint32_t largest = 0, sum = 0;
   for (int64_t i = 0; i < num_used; ++i) {
     const auto choice = static_cast<uint32_t>(choices.order[i]);
@@ -91,7 +92,7 @@ Status ReadChoices(const PlanDims& dims, int64_t rank,
                   StrCat("the routing that rank ", rank,
                          " sent is corrupt; please report this as a bug"));
   }
-  for (int64_t e = 1; e <= dims.num_experts; ++e) {
+  for (int64_t e = 1; e <= num_slots; ++e) {
     *fingerprint = Hash(*fingerprint, choices.starts[e]);
   }
   *fingerprint = Hash(*fingerprint, sum);
@@ -121,14 +122,12 @@ Status ValidateDims(const PlanDims& d) {
   const bool positive = d.num_experts > 0 && d.ep_size > 0 &&
                         d.num_tokens >= 0 && d.top_k > 0 && d.capacity > 0 &&
                         d.alignment > 0;
-  if (!positive || d.num_experts % d.ep_size != 0) {
+  if (!positive) {
     return Status(Code::kInvalidArgument,
                   StrCat("the sizes num_experts = ", d.num_experts,
                          ", ep_size = ", d.ep_size, ", tokens = ", d.num_tokens,
                          ", top_k = ", d.top_k, ", capacity = ", d.capacity,
-                         ", alignment = ", d.alignment,
-                         " must be positive, and num_experts a multiple of "
-                         "ep_size"));
+                         ", alignment = ", d.alignment, " must be positive"));
   }
   // No rank can need more than P * T * K + L * alignment slots.
   constexpr double kMax = std::numeric_limits<int32_t>::max();
@@ -152,8 +151,9 @@ template <typename Index>
 Status SortChoices(const PlanDims& dims, const Index* topk_idx,
                    SortedChoices* out) {
   const int64_t num_experts = dims.num_experts;
+  const int64_t num_slots = dims.num_expert_slots();
   std::vector<int32_t>& starts = out->starts;
-  starts.assign(num_experts + 1, 0);
+  starts.assign(num_slots + 1, 0);
   std::vector<int64_t> last_token(num_experts, -1);
   for (int64_t t = 0; t < dims.num_tokens; ++t) {
     for (int64_t k = 0; k < dims.top_k; ++k) {
@@ -169,7 +169,7 @@ Status SortChoices(const PlanDims& dims, const Index* topk_idx,
       ++starts[expert + 1];
     }
   }
-  for (int64_t e = 0; e < num_experts; ++e) starts[e + 1] += starts[e];
+  for (int64_t e = 0; e < num_slots; ++e) starts[e + 1] += starts[e];
 
   out->order.resize(dims.num_choices());
   std::vector<int32_t> next(starts.begin(), starts.end() - 1);

@@ -30,6 +30,12 @@
 
 namespace ep {
 
+// Returns L, the expert slots of a rank: E / P, rounded up. Rank e / L has
+// expert e. The slots from E to P L - 1, on the last ranks, are empty.
+inline int64_t LocalExperts(int64_t num_experts, int64_t ep_size) {
+  return (num_experts + ep_size - 1) / ep_size;
+}
+
 // The static sizes of an exchange; names as in docs/semantics.md.
 struct PlanDims {
   int64_t num_experts;  // E
@@ -40,12 +46,15 @@ struct PlanDims {
   int64_t alignment;    // rows; slab sizes are multiples
   bool drop;            // overflow policy: drop choices past C, or fail
 
-  int64_t num_local_experts() const { return num_experts / ep_size; }  // L
-  int64_t num_choices() const { return num_tokens * top_k; }           // T K
+  int64_t num_local_experts() const {  // L
+    return LocalExperts(num_experts, ep_size);
+  }
+  int64_t num_expert_slots() const { return ep_size * num_local_experts(); }
+  int64_t num_choices() const { return num_tokens * top_k; }  // T K
 };
 
-// Fails unless all sizes are positive (T may be 0), E is a multiple of P, and
-// row indices fit into int32.
+// Fails unless all sizes are positive (T may be 0), and row indices fit into
+// int32.
 Status ValidateDims(const PlanDims& dims);
 
 // Returns the size of `EpHandle.mem` in bytes.
@@ -60,12 +69,12 @@ inline constexpr Route kNoRoute = {-1, -1};
 
 // A rank's choices, sorted by expert. Each rank sends this struct to its peers.
 struct SortedChoices {
-  std::vector<int32_t> starts;  // [E + 1], prefix sums of choices per expert
+  std::vector<int32_t> starts;  // [P L + 1], prefix sums of choices per expert
   std::vector<int32_t> order;   // [T K], choices t K + k, ascending per expert
 };
 
-// Sorts `topk_idx` [T, K] in O(T K + E). Fails if an expert id is outside [-1,
-// E), or if a token has an expert twice.
+// Sorts `topk_idx` [T, K] in O(T K + P L). Fails if an expert id is outside
+// [-1, E), or if a token has an expert twice.
 template <typename Index>
 Status SortChoices(const PlanDims& dims, const Index* topk_idx,
                    SortedChoices* out);

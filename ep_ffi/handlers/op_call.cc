@@ -4,6 +4,8 @@
 #include <exception>
 #include <utility>
 
+#include "ep_ffi/core/plan.h"
+
 std::optional<ep::OpCall> xla::ffi::CtxDecoding<ep::OpCall>::Decode(
     const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
     DiagnosticEngine& diagnostic) {
@@ -94,7 +96,7 @@ Status Mismatch(const std::string& what) {
 MemParts PartsOfMem(const Group& group, const Layer& layer,
                     int64_t num_tokens) {
   constexpr int64_t kAlignment = 256;
-  const int64_t num_local = group.num_experts() / group.ep_size();
+  const int64_t num_local = LocalExperts(group.num_experts(), group.ep_size());
   const int64_t kept = (3 * num_local + 2) * sizeof(int32_t);
   const int64_t end = kept + num_tokens * layer.top_k;
   return {num_local, kept, (end + kAlignment - 1) / kAlignment * kAlignment};

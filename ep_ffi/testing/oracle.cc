@@ -81,7 +81,7 @@ bool Layout::Overflows(const PlanDims& dims) const {
 
 Layout LayOut(const PlanDims& dims, const Choices& topk_idx) {
   const int64_t num_ranks = dims.ep_size;
-  const int64_t num_local = dims.num_experts / dims.ep_size;
+  const int64_t num_local = dims.num_local_experts();
   Layout layout;
   layout.send.assign(num_ranks,
                      std::vector<Route>(dims.num_choices(), kNoRoute));

@@ -23,7 +23,7 @@ int64_t Uniform(Random& random, int64_t low, int64_t high) {
 }
 
 int64_t WorstCaseCapacity(const PlanDims& dims) {
-  const int64_t num_local = dims.num_experts / dims.ep_size;
+  const int64_t num_local = dims.num_local_experts();
   return dims.ep_size * dims.num_tokens * std::min(dims.top_k, num_local) +
          num_local * dims.alignment;
 }
@@ -31,7 +31,7 @@ int64_t WorstCaseCapacity(const PlanDims& dims) {
 PlanDims RandomDims(Random& random, int64_t ep_size, bool drop) {
   PlanDims dims;
   dims.ep_size = ep_size;
-  dims.num_experts = dims.ep_size * Uniform(random, 1, 5);
+  dims.num_experts = Uniform(random, 1, 5 * ep_size);
   dims.num_tokens = Uniform(random, 0, 20);
   dims.top_k = Uniform(random, 1, 4);
   dims.alignment = Uniform(random, 0, 1) ? 1 : Uniform(random, 2, 9);

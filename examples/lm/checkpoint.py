@@ -99,7 +99,10 @@ class RunFolder:
         " folder."
       )
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, start)
-    state = read({"state": ocp.args.StandardRestore(like)})
+    # On other ranks, arrays of experts may have other numbers of empty slots,
+    # which are zeros after the experts. orbax-checkpoint cuts or appends them.
+    restore = ocp.args.StandardRestore(like, strict=False)
+    state = read({"state": restore})
     if checksum != _checksum(state):
       raise cannot_be_read("its numbers have changed since they were saved")
     return state

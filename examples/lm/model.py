@@ -126,7 +126,11 @@ def partition_specs(config: Config) -> dict:
 
 
 def apply(
-  params: dict, layer: Callable, tokens: jax.Array, moe_state: ep.moe.State
+  params: dict,
+  layer: Callable,
+  tokens: jax.Array,
+  moe_state: ep.moe.State,
+  mask: jax.Array,
 ) -> tuple[jax.Array, ep.moe.Metrics]:
   """Returns the logits of each next byte.
 
@@ -136,6 +140,7 @@ def apply(
     layer: an `ep.MoE` of `Config.moe`, or `dense_layer`.
     tokens: int32 `[B, S]`, sharded over all ranks along B.
     moe_state: the stacked states of all layers.
+    mask: bool `[B, S]`; where it is False, tokens visit no expert.
 
   Returns:
     Logits `[B, S, 256]`, and the stacked metrics of all MoE layers.
@@ -144,7 +149,7 @@ def apply(
   def block(x, params_and_state):
     p, state = params_and_state
     x = x + _attend(p, _norm(x, p["attention_norm"]))
-    y, metrics = layer(p["moe"], _norm(x, p["moe_norm"]), state)
+    y, metrics = layer(p["moe"], _norm(x, p["moe_norm"]), state, mask=mask)
     return x + y, metrics
 
   x = params["embed"][tokens]
@@ -153,9 +158,13 @@ def apply(
 
 
 def dense_layer(
-  params: dict, x: jax.Array, state: ep.moe.State
+  params: dict,
+  x: jax.Array,
+  state: ep.moe.State,
+  mask: jax.Array | None = None,
 ) -> tuple[jax.Array, ep.moe.Metrics]:
-  """Computes an `ep.MoE` of one expert, without routing."""
+  """Computes an `ep.MoE` of one expert, without routing; ignores the mask."""
+  del state, mask
   hidden = jax.nn.silu(x @ params["w_gate"][0]) * (x @ params["w_up"][0])
   zeros = dict.fromkeys(ep.moe.Metrics._fields, jnp.zeros(()))
   own = {"load": jnp.ones(1), "drops": jnp.zeros(1, jnp.int32)}

@@ -6,7 +6,10 @@ shards. Each rank works on one shard at a time, so all shapes are independent of
 the number of ranks. An "exchange" is the set of shards, one per rank, that the
 ranks process at the same time. The step sums over shards as a balanced binary
 tree: first over the ranks of an exchange, by `ep.ordered_psum`, then over
-exchanges. The tree is the same for all powers of two as the number of ranks.
+exchanges. The tree is the same for all powers of two as the number of ranks. Of
+another number of ranks, as many as the largest power of two work on shards. The
+other ranks are idle, and only hold experts: their tokens are masked, and the
+weight of their losses is zero.
 """
 
 from collections.abc import Callable
@@ -71,6 +74,8 @@ def init(config: Config, mesh: Mesh) -> State:
 
   def first():
     params = model.init(jax.random.key(config.seed), config)
+    slots = -(-config.num_experts // mesh.shape["ep"]) * mesh.shape["ep"]
+    params = ep.moe.with_slots(params, model.partition_specs(config), slots)
     bias = jnp.zeros((config.layers, config.num_experts))
     moments = config.optimizer.init(params)
     return State(jnp.int32(0), params, moments, ep.moe.State(bias))
@@ -90,15 +95,18 @@ class Step:
 
   Args:
     layer: the feed-forward layer, as in `model.apply`.
-    mesh: its number of ranks divides `config.shards`.
+    mesh: `working_ranks` of its size divides `config.shards`.
   """
 
   def __init__(self, config: Config, layer: Callable, mesh: Mesh):
-    self._exchanges = config.shards // mesh.size
+    working = working_ranks(mesh.size)
+    self._exchanges = config.shards // working
     self._batch_sharding = NamedSharding(mesh, P(RANKS))
-    # The programs get 1 / shards as an argument. XLA would merge a constant
-    # with other constants on one rank, where no collective separates them.
-    self._share = np.float32(1 / config.shards)
+    # The programs get the weights of the ranks' shards as an argument. XLA
+    # would merge a constant with other constants on one rank, where no
+    # collective separates them.
+    is_working = np.arange(mesh.size) < working
+    self._weights = np.where(is_working, np.float32(1 / config.shards), 0)
     specs = partition_specs(config)
     sum_specs = Sums(specs.params, *[P()] * (len(Sums._fields) - 1))
 
@@ -151,15 +159,21 @@ class Step:
       jax.make_array_from_process_local_data(
         self._batch_sharding, exchange, exchange.shape
       )
-      for exchange in np.split(batch, self._exchanges)
+      for exchange in map(self._padded, np.split(batch, self._exchanges))
     ]
+
+  def _padded(self, exchange):
+    """Appends windows of zeros for idle ranks."""
+    working = np.count_nonzero(self._weights)
+    idle = len(exchange) // working * (self._weights.size - working)
+    return np.pad(exchange, ((0, idle), (0, 0)))
 
   def _total(self, state, exchanges):
     """Sums over exchanges as a balanced binary tree."""
     if len(exchanges) == 1:
       # Wait, so that only one exchange uses memory.
       return jax.block_until_ready(
-        self._sums(state.params, state.moe, self._share, *exchanges)
+        self._sums(state.params, state.moe, self._weights, *exchanges)
       )
     first = 1 << (len(exchanges) - 1).bit_length() - 1
     return self._add(
@@ -168,36 +182,45 @@ class Step:
     )
 
 
-def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
+def working_ranks(num_ranks: int) -> int:
+  """Returns the number of ranks that work on shards, a power of two."""
+  return 1 << num_ranks.bit_length() - 1
+
+
+def _sums(config, layer, specs, params, moe_state, weights, batch) -> Sums:
   """Returns the sums over the shards of one exchange.
 
-  `batch` is the rank's shard, `[B / shards, S + 1]`, and `share` is 1 / shards.
+  `batch` is the rank's shard, `[B / shards, S + 1]`. `weights` are 1 / shards
+  for each working rank, and 0 for idle ranks.
   """
+  weight = weights[lax.axis_index(RANKS)]
+  mask = jnp.broadcast_to(weight > 0, batch[:, :-1].shape)
 
   def loss_fn(params):
-    logits, experts = model.apply(params, layer, batch[:, :-1], moe_state)
+    tokens = batch[:, :-1]
+    logits, experts = model.apply(params, layer, tokens, moe_state, mask)
     loss = optax.softmax_cross_entropy_with_integer_labels(
       logits, batch[:, 1:]
     ).mean()
-    # A router loss is a mean over all ranks, equal on all ranks. JAX
+    # A router loss is a mean over working ranks, equal on all ranks. JAX
     # differentiates the sum over ranks, so a rank gets its shard's gradient.
     total = (
       loss
       + config.aux_loss * experts.aux_loss.sum()
       + _Z_LOSS * experts.z_loss.sum()
     )
-    return total * share, (loss * share, experts)
+    return total * weight, (loss * weight, experts)
 
   def sum_copies(grad, spec):
     return ep.ordered_psum(grad, [a for a in RANKS if a not in spec])
 
   grads, (loss, experts) = jax.grad(loss_fn, has_aux=True)(params)
-  ranks = lax.axis_size(RANKS)
+  total_weight = weights[0] * working_ranks(lax.axis_size(RANKS))
   return Sums(
     grads=jax.tree.map(sum_copies, grads, specs),
     loss=ep.ordered_psum(loss, RANKS),
-    aux_loss=experts.aux_loss * (ranks * share),
-    entropy=experts.entropy * (ranks * share),
+    aux_loss=experts.aux_loss * total_weight,
+    entropy=experts.entropy * total_weight,
     load=experts.load,
     dropped=experts.dropped,
   )
@@ -205,7 +228,7 @@ def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
 
 def _update(config, specs, state, sums) -> tuple[State, dict[str, Any]]:
   """Returns the next state and a report, from the sums over all shards."""
-  norm = _norm(sums.grads, specs)
+  norm = _norm(config, sums.grads, specs)
   scale = jnp.minimum(1.0, _CLIP / norm)
   updates, optimizer = config.optimizer.update(
     jax.tree.map(lambda g: g * scale, sums.grads), state.optimizer, state.params
@@ -225,7 +248,7 @@ def _update(config, specs, state, sums) -> tuple[State, dict[str, Any]]:
   return state, report
 
 
-def _norm(grads, specs):
+def _norm(config, grads, specs):
   """Returns the norm of all gradients; sums the squares per expert first."""
 
   def square(grad, spec):
@@ -234,6 +257,7 @@ def _norm(grads, specs):
     layers, experts = grad.shape[:2]
     squares = _row_sums(jnp.reshape(grad * grad, (layers, experts, -1)))
     squares = lax.all_gather(squares, "ep", axis=1, tiled=True)
+    squares = squares[:, : config.num_experts]  # without empty slots
     return _row_sums(squares.reshape(-1))
 
   return jnp.sqrt(sum(jax.tree.leaves(jax.tree.map(square, grads, specs))))

@@ -196,7 +196,7 @@ def test_a_missing_library_is_named():
 def test_sizes_are_passed_in_order():
   """For each wrong size, the error names that size and not another one."""
   for sizes, word in [
-    (dict(num_experts=6), "num_experts = 6"),
+    (dict(num_experts=4096), "num_experts = 4096"),
     (dict(ep_size=1), "ep_size = 1"),
     (dict(max_tokens=100), "max_tokens_per_rank, rounded up to 100"),
     (dict(capacity=15), "recv_capacity_per_rank = 15"),

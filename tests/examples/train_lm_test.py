@@ -4,6 +4,7 @@
 //tests/examples:train_run_test starts the whole program.
 """
 
+import contextlib
 import json
 import logging
 import pathlib
@@ -69,15 +70,21 @@ class _Program:
     return state, reports
 
 
-@pytest.fixture(scope="module")
-def program():
-  mesh = make_mesh({"dp": 2, "ep": 2})
+@contextlib.contextmanager
+def _program_on(axes):
+  mesh = make_mesh(axes)
   tokens = _CONFIG.batch * _CONFIG.length // _CONFIG.shards
   layer = ep.MoE(
     _CONFIG.moe, mesh, max_tokens_per_rank=tokens, timeout_s=TIMEOUT_S
   )
   with layer.group:
     yield _Program(mesh, layer)
+
+
+@pytest.fixture(scope="module")
+def program():
+  with _program_on({"dp": 2, "ep": 2}) as made:
+    yield made
 
 
 def _shards(state):
@@ -106,6 +113,24 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, tmp_path):
   state, after = program.run(state, 8)
   np.testing.assert_equal(_shards(state), _shards(unbroken))
   np.testing.assert_equal(before + after, reports)
+
+
+def test_three_ranks_continue_a_run_of_four_with_the_same_bits(tmp_path):
+  """Four experts have the slots 01 23 -- on three ranks; one rank is idle."""
+
+  def resumed(program, steps):
+    folder = RunFolder(tmp_path, {})
+    state, _ = folder.restore(program.state())
+    state, reports = program.run(state, steps)
+    folder.save(state)
+    return reports
+
+  four, three = {"dp": 1, "ep": 4}, {"dp": 1, "ep": 3}
+  with _program_on(four) as all_ranks, _program_on(three) as survivors:
+    _, reports = all_ranks.run(all_ranks.state(), 6)
+    continued = resumed(all_ranks, 2)
+    continued += resumed(survivors, 4) + resumed(all_ranks, 6)
+  np.testing.assert_equal(continued, reports)
 
 
 def test_the_dense_layer_is_an_moe_of_one_expert():

@@ -44,7 +44,6 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(data_axes="dp"), ["data_axes", "'dp'", "str", "tuple"]),
     (dict(data_axes=5), ["data_axes", "5", "int", "tuple"]),
     (dict(name=5), ["name", "5", "int", "string"]),
-    (dict(num_experts=E + 1), ["num_experts", "9", "2"]),
     (dict(num_experts=0), ["num_experts", "0"]),
     (dict(top_k=E + 1), ["top_k", "9", "8"]),
     (dict(top_k=0), ["top_k", "0"]),

@@ -39,8 +39,9 @@ class Draw(NamedTuple):
 def draw_layer(rng):
   mesh = str(rng.choice(list(MESHES)))
   ep_size = MESHES[mesh]["ep"]
-  local = int(rng.integers(1, 6))
-  top_k = int(rng.integers(1, min(local * ep_size, 6) + 1))
+  num_experts = int(rng.integers(1, 5 * ep_size + 1))
+  local = -(-num_experts // ep_size)
+  top_k = int(rng.integers(1, min(num_experts, 6) + 1))
   tokens = int(rng.integers(1, 10))
   alignment = int(rng.choice([1, 2, 3, 4, 8]))
   worst = ep_size * tokens * min(top_k, local) + local * (alignment - 1)
@@ -48,7 +49,7 @@ def draw_layer(rng):
   overflow = str(rng.choice(["error", "drop"]))
   policies = ["slot", "slot", "weight", "fair"] if overflow == "drop" else []
   options = dict(
-    num_experts=local * ep_size,
+    num_experts=num_experts,
     top_k=top_k,
     max_tokens_per_rank=tokens,
     alignment=alignment,

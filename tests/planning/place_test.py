@@ -255,6 +255,16 @@ def test_many_experts_take_seconds():
   assert cost(found, shares, 8, 8) < 2.02 < cost(np.sort(found), shares, 8, 8)
 
 
+def test_empty_slots_relieve_the_rank_of_a_hot_expert():
+  """Seven experts have 3 x 3 slots, and the numbers 7 and 8 are empty."""
+  loads = np.array([1, 1, 8, 1, 1, 1, 1])
+  found = ep.place(loads, cluster(1, 3), ep_size=3)
+  ranks = [set(own) for own in found.experts.reshape(3, 3).tolist()]
+  assert {2, 7, 8} in ranks
+  again = ep.place(loads, cluster(1, 3), ep_size=3, old=found)
+  np.testing.assert_array_equal(again.experts, found.experts)
+
+
 def test_wrong_arguments_are_refused():
   here, in_order = cluster(2, 4), ep.Placement(range(8))
   for loads, options, words in [
@@ -266,7 +276,7 @@ def test_wrong_arguments_are_refused():
     (["many"] * 8, {}, "numbers are expected"),
     ([], {}, "loads have shape"),
     (np.ones(8), dict(ep_size=3), "must divide the 8 ranks"),
-    (np.ones(9), dict(ep_size=8), "a multiple of the EP size 8"),
+    (np.ones(8), dict(ep_size=8, replicas=1), "a multiple of the EP size 8"),
     (np.ones(8), dict(replicas=-8), "a multiple of the EP size"),
     (np.ones(8), dict(old=ep.Placement(range(4))), r"old has shape \(4,\)"),
     (np.ones((2, 1, 8)), dict(old=in_order), r"must be \[2, 8\]"),

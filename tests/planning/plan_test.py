@@ -64,7 +64,10 @@ def rows_of(ids, layout, gpus, transport):
 @pytest.mark.parametrize("transport", links.TRANSPORTS)
 @pytest.mark.parametrize(
   "nodes, gpus, ep_size, replicas",
-  [(2, 4, 8, 0), (4, 2, 8, 8), (2, 4, 4, 0), (2, 4, 2, 2), (4, 1, 4, 4)],
+  [
+    *[(2, 4, 8, 0), (4, 2, 8, 8), (2, 4, 4, 0), (2, 4, 2, 2), (4, 1, 4, 4)],
+    (1, 3, 3, 0),  # two of 18 slots are empty
+  ],
 )
 def test_the_rows_of_each_link_are_those_of_each_token(
   nodes, gpus, ep_size, replicas, transport
@@ -118,6 +121,22 @@ def test_a_distribution_expects_what_tokens_do(groups, top_groups, skew):
       np.testing.assert_allclose(got.mean(), want.mean(), rtol=0.03)
       np.testing.assert_allclose(got, want, rtol=0.1)
     assert expected.seconds[op] == pytest.approx(counted.seconds[op], rel=0.05)
+
+
+def test_ranks_that_do_not_divide_the_experts():
+  """16 experts have 7 x 3 slots, and the last two ranks have 1 and none."""
+  seven, ids = cluster(1, 7), draw(7 * 512)
+  options = dict(ep_sizes=[7], placements=["linear", "balanced"])
+  counted = ep.plan(CFG, seven, ids, **options).forecasts
+  expected = ep.plan(
+    CFG, seven, "uniform", tokens_per_rank=512, **options
+  ).forecasts
+  loads = np.append(np.bincount(ids.ravel(), minlength=E), [0] * 5)
+  np.testing.assert_array_equal(counted[0].rows, loads.reshape(7, 3).sum(1))
+  assert counted[1].rows.max() < 1.01 * 3 * loads[:E].mean()
+  for got, want in zip(expected, counted, strict=True):
+    np.testing.assert_allclose(got.rows.max(), want.rows.max(), rtol=0.05)
+    assert got.exchange_s == pytest.approx(want.exchange_s, rel=0.1)
 
 
 def test_drops_are_those_of_the_steps():

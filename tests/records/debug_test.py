@@ -39,6 +39,12 @@ def test_loads_are_the_rows_that_prepare_would_count():
     assert [int(b.split()[-1]) for b in bars] == np.ravel(total).tolist()
 
 
+def test_the_last_rank_may_have_fewer_experts():
+  sizes = RoutingSizes(num_experts=3, ep_size=2)
+  bars = plot_routing(sizes, np.array([[0, 2], [1, 0]])).splitlines()[-2:]
+  assert [bar.split()[-1] for bar in bars] == ["3", "1"]
+
+
 def test_many_experts_and_ranks_fit_a_screen():
   sizes = RoutingSizes(num_experts=256, ep_size=64, num_ranks=128)
   ids = np.arange(128 * 4).reshape(128, 4) % 256
@@ -79,8 +85,8 @@ def test_wrong_arguments(sizes, ids, error, words):
 
 
 def test_sizes_that_do_not_fit():
-  with pytest.raises(ValueError, match="multiples of ep_size = 3"):
-    RoutingSizes(num_experts=8, ep_size=3)
+  with pytest.raises(ValueError, match="multiple of ep_size = 3"):
+    RoutingSizes(num_experts=8, ep_size=3, num_ranks=4)
 
 
 def test_tracing():

@@ -164,6 +164,8 @@ def layers(
   assert_type(y, jax.Array)
   assert_type(metrics, moe.Metrics)
   moe.move(whole.group, params, whole.specs(), old=None, new=ep.Placement([0]))
+  slots = moe.with_slots(params, whole.specs(), whole.num_expert_slots)
+  assert_type(slots, dict[str, jax.Array])
   assert_type(state.after(metrics.load), moe.State)
   hf = {"model_type": "mixtral"}
   assert_type(moe.config_from_hf(hf), ep.MoEConfig)

@@ -115,9 +115,8 @@ class GroupConfig:
       f" mesh other than {axis!r}: {others}.",
     )
     check(
-      self.num_experts >= 1 and self.num_experts % self.ep_size == 0,
-      f"num_experts = {self.num_experts}, but it must be a positive multiple of"
-      f" the EP size {self.ep_size} (mesh axis {axis!r}).",
+      self.num_experts >= 1,
+      f"num_experts = {self.num_experts}, but it must be positive.",
     )
     for field in ("max_tokens_per_rank", "hidden_dim"):
       value = getattr(self, field)
@@ -139,8 +138,13 @@ class GroupConfig:
 
   @property
   def num_local_experts(self) -> int:
-    """L: the number of experts of a rank."""
-    return self.num_experts // self.ep_size
+    """L: the number of expert slots of a rank; the last ones may be empty."""
+    return -(-self.num_experts // self.ep_size)
+
+  @property
+  def num_expert_slots(self) -> int:
+    """V = P * L: the number of expert slots of all ranks of an EP domain."""
+    return self.ep_size * self.num_local_experts
 
   @property
   def token_axes(self) -> tuple[str, ...]:

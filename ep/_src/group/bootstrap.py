@@ -172,7 +172,9 @@ def ep_bootstrap(
       warning if the name of one, like "tp", suggests that it shards a model.
       Along the remaining axes tokens are replicated, and each coordinate has a
       separate domain for its copy.
-    num_experts: E, a multiple of P; expert `e` lives on EP rank `e // (E / P)`.
+    num_experts: E. Each rank has L = ceil(E / P) expert slots, and expert `e`
+      lives on EP rank `e // L`. If P does not divide E, the last slots are
+      empty: no id names them, and they receive no rows.
     max_tokens_per_rank: the largest number of tokens T of a rank in one op, or
       None for no limit. "nccl" allocates buffers for it, and needs a number.
     hidden_dim: the largest hidden size H, or None for no limit. "nccl" also

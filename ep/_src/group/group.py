@@ -43,8 +43,9 @@ class EpGroup(NotCopied):
   and with `ep_finalize`. After an exception, the group closes immediately.
 
   The attributes are the arguments of `ep_bootstrap`, with defaults resolved,
-  and derived values: `ep_size` is P, `num_local_experts` L, `token_axes` are
-  the mesh axes that shard tokens, and `num_token_ranks` is R.
+  and derived values: `ep_size` is P, `num_local_experts` L, `num_expert_slots`
+  P * L, `token_axes` are the mesh axes that shard tokens, and `num_token_ranks`
+  is R.
   """
 
   connection: Connection
@@ -68,6 +69,7 @@ class EpGroup(NotCopied):
   exit_after_s = _Held[float]()
   ep_size = _Held[int]()
   num_local_experts = _Held[int]()
+  num_expert_slots = _Held[int]()
   token_axes = _Held[tuple[str, ...]]()
   num_token_ranks = _Held[int]()
 

@@ -75,9 +75,10 @@ class MoEConfig(NotCopied):
     replica_slots: S, the number of copies of other ranks' experts on a rank.
       Each step copies experts of the fullest ranks and divides the tokens of
       these experts among the copies, so that no rank has more rows than
-      `capacity_factor` allows, or without a factor than the mean. S = E / P is
-      enough for any routing; without a factor, buffers then have only the mean
-      number of rows. With fewer copies, `overflow` applies to the excess rows.
+      `capacity_factor` allows, or without a factor than the mean. S = L = E /
+      P, rounded up, is enough for any routing; without a factor, buffers then
+      have only the mean number of rows. With fewer copies, `overflow` applies
+      to the excess rows.
     tp_axis: a mesh axis over which inner sizes are split. It is no token axis
       of the group: its ranks hold the same tokens.
     fsdp_axis: a mesh axis over which matrices are also split, and gathered
@@ -218,6 +219,11 @@ _CHOICES = {
 }
 
 
+def num_slots(config: MoEConfig, ep_size: int) -> int:
+  """Returns the number of slots of all ranks, for experts and for copies."""
+  return ep_size * (-(-config.num_experts // ep_size) + config.replica_slots)
+
+
 def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
   """Returns the `EpLayerConfig` of a `MoEConfig` on a group.
 
@@ -225,12 +231,12 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     ValueError: the config does not fit the group; see `ep.MoE`.
   """
   what = f'MoE(layer "{name}")'
-  slots, copies = config.num_experts, ""
+  slots, copies = num_slots(config, group.ep_size), ""
   if config.replica_slots:
-    slots += group.ep_size * config.replica_slots
     copies = f" with replica_slots = {config.replica_slots} needs {slots}"
   arguments.check(
-    slots == group.num_experts,
+    group.num_experts == slots
+    or (not config.replica_slots and group.num_experts == config.num_experts),
     what,
     f"num_experts = {config.num_experts}{copies}, but the group has"
     f" {group.num_experts}; bootstrap a group for this model.",
@@ -249,7 +255,8 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     ' backend="xla".',
   )
   _check_axes(what, group, config)
-  most, local = group.max_tokens_per_rank, config.num_experts // group.ep_size
+  most = group.max_tokens_per_rank
+  local = group.num_local_experts - config.replica_slots
   arguments.check(
     not config.replica_slots or most is None or most >= local,
     what,
@@ -311,7 +318,7 @@ def capacity_for_mean(
 
   It suffices for any routing if a rank has at least L slots for copies.
   """
-  L = config.num_experts // layer.ep_size
+  L = layer.num_local_experts - config.replica_slots
   if config.replica_slots < L or not _holds_any_routing(config, layer.group):
     return None
   slots, unit = layer.num_local_experts, layer.alignment

@@ -281,9 +281,9 @@ def _together(*xs: jax.Array) -> tuple[jax.Array, ...]:
 def _rows_by_source(handle: EpHandle, topk_idx: jax.Array) -> jax.Array:
   """Returns int32 [L, P], the rows of each local expert from each rank."""
   layer = handle.layer
-  experts, axis = layer.group.num_experts, layer.group.axis_name
-  ids = jnp.where(handle.kept, topk_idx, experts).ravel()
-  sent = jnp.bincount(ids, length=experts).reshape(layer.ep_size, -1)
+  slots, axis = layer.group.num_expert_slots, layer.group.axis_name
+  ids = jnp.where(handle.kept, topk_idx, slots).ravel()
+  sent = jnp.bincount(ids, length=slots).reshape(layer.ep_size, -1)
   (sent,) = compat.vary_together(sent, axes=[axis])
   received: jax.Array = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
   return keep_routing(received.astype(jnp.int32).T)

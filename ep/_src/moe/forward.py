@@ -73,8 +73,8 @@ def of_rank(
     )
     # `forced_idx` may be a constant, which does not vary over ranks.
     (topk_idx,) = compat.vary_together(topk_idx, axes=layer.group.token_axes)
-    as_written = placement is None and not config.replica_slots
-    as_written &= config.token_chunks == 1
+    as_written = placement is None and config.token_chunks == 1
+    as_written &= layer.group.num_experts == config.num_experts
     is_given = forced_idx is not None or captured_idx is not None
     if is_given and not as_written:
       topk_idx = _checked_choices(layer, config.num_experts, topk_idx)
@@ -85,7 +85,7 @@ def of_rank(
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
-  L = config.num_experts // layer.ep_size
+  L = layer.num_local_experts - config.replica_slots
   held = lax.axis_index(layer.group.axis_name) * L + arrays.iota(L)
   ids, capacity = topk_idx, None
   if config.replica_slots:

@@ -19,7 +19,7 @@ from ep._src.group.bootstrap import ep_bootstrap
 from ep._src.group.group import EpGroup, EpLayerConfig
 from ep._src.moe import batching, forward, parameters
 from ep._src.moe.batching import Padding
-from ep._src.moe.config import layer_of, MoEConfig
+from ep._src.moe.config import layer_of, MoEConfig, num_slots
 from ep._src.moe.losses import Metrics
 from ep._src.moe.parameters import State
 from ep._src.moe.placement import check_placement, Placement
@@ -48,7 +48,8 @@ class MoE:
           first = ep.MoE(cfg, mesh, name="first")
           second = ep.MoE(cfg, first.group, name="second")
 
-      The group of P ranks has E + P * `replica_slots` experts.
+      The group of P ranks has P * (L + `replica_slots`) experts, where L is E /
+      P, rounded up. Without copies, a group of E experts also serves.
     name: for messages and traces; None is `config.name`.
     **options: options of `ep_bootstrap` for a mesh, such as
       `max_tokens_per_rank` and `backend`. `config` gives `num_experts`, `top_k`
@@ -102,10 +103,18 @@ class MoE:
     """The group whose ranks exchange tokens; `with layer.group:` closes it."""
     return self.ep_layer.group
 
+  @property
+  def num_expert_slots(self) -> int:
+    """P * L: the length of the axis of experts, without slots for copies."""
+    copies = self.group.ep_size * self.config.replica_slots
+    return self.group.num_expert_slots - copies
+
   def init(
     self, key: jax.Array, dtype: DTypeLike = jnp.float32
   ) -> dict[str, jax.Array]:
     """Returns `ep.moe.init` parameters as global arrays, sharded by `specs`.
+
+    The axis of experts has P * L entries, where those of empty slots are zero.
 
     Call it in every process of the mesh; each device creates only its part.
     `jax.vmap` over keys creates stacked layers.
@@ -113,10 +122,12 @@ class MoE:
     mesh = self.group.mesh
     shardings = {n: NamedSharding(mesh, s) for n, s in self.specs().items()}
     init = jax.jit(
-      parameters.init, static_argnums=(1, 2), out_shardings=shardings
+      parameters.init, static_argnums=(1, 2, 3), out_shardings=shardings
     )
     dtype = arrays.dtype("MoE.init", "dtype", dtype)
-    params: dict[str, jax.Array] = init(key, self.config, dtype)
+    params: dict[str, jax.Array] = init(
+      key, self.config, dtype, self.num_expert_slots
+    )
     return params
 
   def init_state(self) -> State:
@@ -194,8 +205,10 @@ class MoE:
         of the number of ranks, as in `moe_layer`. Then the layer adds masked
         tokens, y is replicated, and `Metrics.aux_loss` is the loss of the
         batch, whatever `config.balance` is.
-      placement: the placement of experts in E slots; None puts expert e into
-        slot e. The first axis of the experts' parameters has the order of the
+      placement: the placement of experts in P * L slots; None puts expert e
+        into slot e. If P does not divide E, the numbers from E on are empty
+        slots, and the group must count slots, as the group of a mesh does. The
+        first axis of the experts' parameters has the order of the
         slots (see `ep.moe.move`). All other arguments and results use expert
         ids. A placement changes rounding, and results that depend on which
         experts share a rank: `max_rank_rows`, drops, chunks.
@@ -219,12 +232,19 @@ class MoE:
     if captured_idx is not None:
       captured_idx = arrays.array(op, "captured_idx", captured_idx)
     view = views.View.of(group, op)
-    _check_params(op, group, config, params, view.is_local)
-    check_placement(op, "placement", placement, config.num_experts)
+    _check_params(op, self, params, view.is_local)
+    check_placement(op, "placement", placement, self.num_expert_slots)
     arguments.check(
       placement is None or placement.experts.ndim == 1,
       op,
       "placement is of several layers; pass the placement of one layer.",
+    )
+    arguments.check(
+      placement is None or group.num_experts == group.num_expert_slots,
+      op,
+      f"a placement uses all {group.num_expert_slots} slots, but the group has"
+      f" num_experts = {group.num_experts}; bootstrap it with the number of"
+      " slots, or give ep.MoE a mesh.",
     )
     _check_tokens(op, config, x, bias, mask, forced_idx, captured_idx)
 
@@ -271,10 +291,9 @@ def _bootstrap(
   if config.tp_axis is not None and "data_axes" not in options:
     others = (a for a in mesh.axis_names if a not in (axis, config.tp_axis))
     options = {"data_axes": tuple(others)} | options
-  copies = config.replica_slots * dict(mesh.shape).get(axis, 0)
   return ep_bootstrap(
     mesh,
-    num_experts=config.num_experts + copies,
+    num_experts=num_slots(config, dict(mesh.shape).get(axis, 1)),
     top_k=config.top_k,
     hidden_dim=config.hidden,
     **options,
@@ -329,13 +348,10 @@ def _check_tokens(
 
 
 def _check_params(
-  op: str,
-  group: EpGroup,
-  config: MoEConfig,
-  params: Mapping[str, jax.Array],
-  is_local: bool,
+  op: str, layer: MoE, params: Mapping[str, jax.Array], is_local: bool
 ) -> None:
-  shapes = parameters.shapes(config)
+  config, group = layer.config, layer.group
+  shapes = parameters.shapes(config, layer.num_expert_slots)
   names = sorted(params) if isinstance(params, Mapping) else type(params)
   arguments.check(
     names == sorted(shapes),

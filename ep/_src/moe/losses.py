@@ -194,13 +194,13 @@ def _sequence_balance(
   parts = _per_token(op, logits, topk_idx, score, mask)
   choices, scores, tokens = (x.sum(logits.ndim - 2) for x in parts)
   imbalance = _imbalance(choices, scores, tokens)
-  return _mean(imbalance, tokens > 0, mask is None)
+  return _mean(imbalance, tokens > 0)
 
 
 def _logit_size(logits: jax.Array, mask: jax.Array | None) -> _Terms:
   """Returns the terms of `router_z_loss`."""
   logits = router.masked_float32("router_z_loss", logits, mask)
-  return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask, mask is None)
+  return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask)
 
 
 def _score_entropy(logits: jax.Array, mask: jax.Array | None) -> _Terms:
@@ -209,7 +209,7 @@ def _score_entropy(logits: jax.Array, mask: jax.Array | None) -> _Terms:
   logs = jax.nn.log_softmax(logits)
   scores = jnp.exp(logs)
   terms = scores * jnp.where(scores > 0, logs, 0.0)
-  return _mean(-terms.sum(axis=-1), mask, mask is None)
+  return _mean(-terms.sum(axis=-1), mask)
 
 
 def _per_token(
@@ -252,19 +252,19 @@ def _imbalance(
   return scores.shape[-1] * (f * p).sum(axis=-1)
 
 
-def _mean(values: jax.Array, mask: jax.Array | None, of_ranks: bool) -> _Terms:
+def _mean(values: jax.Array, mask: jax.Array | None) -> _Terms:
   """Returns the terms of the mean of finite values where `mask` is True.
 
-  Without such values the mean is 0. If `of_ranks`, the terms are the mean of
-  the rank and 1. The division by the number of ranks is exact if this number is
-  a power of two. Then a mean of means, of fewer ranks each, has the same bits.
+  Without such values the mean is 0. Each rank divides its terms by its number
+  of values. So without a partly masked rank, the ranks' count is the number of
+  ranks with values. If it is a power of two, dividing by it is exact, and a
+  mean of means, of fewer ranks each, has the same bits.
   """
   counts = _counts(values, mask)
-  total, count = (values * counts).sum(), counts.sum()
-  if of_ranks:
-    total, count = total / jnp.maximum(count, 1.0), jnp.ones_like(count)
+  size = max(values.size, 1)
   return _Terms(
-    (total, count), lambda total, count: total / jnp.maximum(count, 1.0)
+    ((values * counts).sum() / size, counts.sum() / size),
+    lambda total, count: total / jnp.where(count > 0, count, 1.0),
   )
 
 

@@ -106,9 +106,10 @@ def moe_layer(
     tokens: float32, bfloat16 or float16 [..., H].
     topk_idx: int32 or int64 [..., K], as in `ep_prepare`.
     topk_weights: float [..., K], as in `ep_dispatch`.
-    w_up: [L, H, F] in the local view, [E, H, F] in the global view, sharded
-      over the EP axis. All matrices have the dtype of the tokens.
-    w_down: [L, F, H], or [E, F, H].
+    w_up: [L, H, F] in the local view, [P * L, H, F] in the global view, sharded
+      over the EP axis; slots without an expert have any matrices. All matrices
+      have the dtype of the tokens.
+    w_down: [L, F, H], or [P * L, F, H].
     w_gate: like `w_up`, or None.
     activation: an elementwise function, hashable and without mutable state,
       because it is a key of compiled programs. If it closes over traced values,
@@ -227,7 +228,7 @@ def _check_matrices(
   view: views.View, tokens: jax.Array, params: dict[str, jax.Array]
 ) -> None:
   op, group = view.op, view.group
-  experts = group.num_local_experts if view.is_local else group.num_experts
+  experts = group.num_local_experts if view.is_local else group.num_expert_slots
   hidden, inner = tokens.shape[-1], params["w_up"].shape[-1]
   for name, matrices in params.items():
     shape = (experts, hidden, inner)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,16 @@ from jax.typing import DTypeLike
 from ep._src.base import arguments, arrays
 from ep._src.moe.config import MoEConfig
 
+_Tree = TypeVar("_Tree")
 _Shape = tuple[int, ...]
 _Dims = tuple[str | None, ...]
 
 
 def init(
-  key: jax.Array, config: MoEConfig, dtype: DTypeLike = jnp.float32
+  key: jax.Array,
+  config: MoEConfig,
+  dtype: DTypeLike = jnp.float32,
+  num_slots: int | None = None,
 ) -> dict[str, jax.Array]:
   """Returns new parameters of a MoE layer, as one flat dictionary.
 
@@ -39,6 +43,8 @@ def init(
     key: a key of `jax.random`.
     config: the configuration of the layer.
     dtype: a float dtype, for all parameters but the router.
+    num_slots: the length of the axis of experts, such as `MoE.num_expert_slots`
+      (see `with_slots`); None is E.
 
   Raises:
     TypeError: the dtype is no float dtype.
@@ -57,7 +63,9 @@ def init(
       continue
     draw = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)
     params[name] = (draw / math.sqrt(shape[-2])).astype(kind)
-  return params
+  if num_slots is None:
+    return params
+  return with_slots(params, partition_specs(config), num_slots)
 
 
 def partition_specs(
@@ -85,9 +93,58 @@ def partition_specs(
   }
 
 
-def shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
-  """Returns the global shape of each parameter."""
-  return {name: shape for name, (shape, _) in _parameters(config).items()}
+def with_slots(
+  arrays: _Tree, specs: Any, num_slots: int, axis_name: str = "ep"
+) -> _Tree:
+  """Cuts or extends the axis of experts to `num_slots` entries.
+
+      specs, E = layer.specs(), layer.config.num_experts
+      params = ep.moe.with_slots(params, specs, layer.num_expert_slots)
+      saved = ep.moe.with_slots(params, specs, E)
+
+  If P does not divide E, the parameters of a layer on P ranks have more entries
+  than experts: P * L. The entries of empty slots, the last ones, are zero, and
+  so are their gradients. `ep.moe.init` and `ep.moe.from_hf` return E entries,
+  and `ep.MoE.init` returns P * L.
+
+  On a mesh, call it under `jax.jit` with `out_shardings`.
+
+  Args:
+    arrays: a pytree of NumPy or JAX arrays, whose experts have the order of
+      their ids.
+    specs: a `PartitionSpec` for each array, or a pytree of them that is a
+      prefix of `arrays`. Arrays whose spec does not name the EP axis are
+      returned unchanged.
+    num_slots: the new number of entries.
+    axis_name: the EP axis.
+  """
+
+  def of(x: Any, spec: PartitionSpec) -> Any:
+    if axis_name not in spec:
+      return x
+    at = spec.index(axis_name)
+    x = x[(slice(None),) * at + (slice(num_slots),)]
+    missing = [(0, 0)] * x.ndim
+    missing[at] = (0, num_slots - x.shape[at])
+    return x.__array_namespace__().pad(x, missing)
+
+  fitted: _Tree = jax.tree.map(of, arrays, jax.tree.broadcast(specs, arrays))
+  return fitted
+
+
+def shapes(
+  config: MoEConfig, num_slots: int | None = None
+) -> dict[str, tuple[int, ...]]:
+  """Returns the global shape of each parameter, with E or `num_slots` experts.
+
+  `num_slots` counts the empty slots.
+  """
+  parameters = _parameters(config)
+  num = config.num_experts if num_slots is None else num_slots
+  return {
+    name: (num, *shape[1:]) if dims[0] == "experts" else shape
+    for name, (shape, dims) in parameters.items()
+  }
 
 
 def _parameters(config: MoEConfig) -> dict[str, tuple[_Shape, _Dims]]:

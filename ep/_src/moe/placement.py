@@ -39,8 +39,9 @@ class Placement:
 
   Args:
     experts: integers [..., V], the expert of each slot; leading axes are
-      layers. Each expert of 0..E-1 has one slot or several copies; `ep.MoE`
-      takes V = E. A JAX array is not checked: each expert must have one slot.
+      layers. Each expert of 0..E-1 has one slot or several copies. A JAX array
+      is not checked: each expert must have one slot. `ep.MoE` takes V = P * L
+      and E = V, where the numbers from its `num_experts` on are empty slots.
 
   Attributes:
     experts: int32 [..., V], a NumPy array unless a JAX array was given.
@@ -150,8 +151,9 @@ def check_placement(
   arguments.check(
     slots[-1] == placement.num_experts == num_experts,
     what,
-    f"{name} has slots {slots} and not one for each of {num_experts} experts;"
-    " for copies in each step, pass MoEConfig.replica_slots.",
+    f"{name} has slots {slots} and not one for each of {num_experts} experts"
+    " (empty slots count as experts); for copies in each step, pass"
+    " MoEConfig.replica_slots.",
   )
 
 
@@ -205,8 +207,8 @@ def move(
 
   Args:
     group: the group over whose EP axis the experts are split.
-    arrays: a pytree of arrays of any dtype. The axis of experts has E entries,
-      or L in the local view.
+    arrays: a pytree of arrays of any dtype. The axis of experts has P * L
+      entries, or L in the local view.
     specs: a `PartitionSpec` for each array, or a pytree of them that is a
       prefix of `arrays`.
     old: the current placement of the experts.
@@ -227,9 +229,9 @@ def move(
     return arrays
   # A group with replica slots counts these slots as experts.
   sizes = [p.experts.shape[-1] for p in (old, new) if isinstance(p, Placement)]
-  E = min([group.num_experts, *sizes])
+  V = min([group.num_expert_slots, *sizes])
   for name, placement in dict(old=old, new=new).items():
-    check_placement(op, name, placement, E)
+    check_placement(op, name, placement, V)
 
   def of(path: Any, x: jax.Array, spec: PartitionSpec) -> Any:
     split = [i for i, axes in enumerate(spec) if group.axis_name in _axes(axes)]
@@ -243,7 +245,7 @@ def move(
       f"is split by {spec[at]}, but experts are split over"
       f" {group.axis_name!r} alone; give it another spec.",
     )
-    experts = E // group.ep_size if view.is_local else E
+    experts = V // group.ep_size if view.is_local else V
     arguments.check(
       x.ndim > at and x.shape[at] == experts,
       what,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """replica_slots: each step copies hot experts to ranks with free rows.
 
-The group of such a layer has E + P * S slots: each of the P ranks has L slots
+The group of such a layer has P * (L + S) slots: each of the P ranks has L slots
 for its experts, then S slots for copies. All ranks compute the same copies, in
 integers, from the number of choices of each expert by each rank.
 
@@ -125,17 +125,18 @@ class Replicas:
     placement: Placement | None,
   ) -> Replicas:
     """Chooses copies for ids [..., K]. Collective over the EP domain."""
+    axis = layer.group.axis_name
     ids = ids if placement is None else placement.slots_of(ids)
-    E, S, P = config.num_experts, config.replica_slots, layer.ep_size
-    L, me = E // P, lax.axis_index(layer.group.axis_name)
+    S, P, me = config.replica_slots, layer.ep_size, lax.axis_index(axis)
+    L = layer.num_local_experts - S
     is_expert = ids >= 0
-    flat = jnp.where(is_expert, ids, E).ravel()
+    flat = jnp.where(is_expert, ids, P * L).ravel()
     sorted_ids, place = lax.sort((flat, iota(flat.size)), num_keys=1)
-    start = jnp.searchsorted(sorted_ids, iota(E + 1)).astype(jnp.int32)
+    start = jnp.searchsorted(sorted_ids, iota(P * L + 1)).astype(jnp.int32)
     position = jnp.zeros(flat.size, jnp.int32)
     position = position.at[place].set(iota(flat.size) - start[sorted_ids])
     with jax.named_scope("ep_replicate"):
-      counts = lax.all_gather(jnp.diff(start), layer.group.axis_name)
+      counts = lax.all_gather(jnp.diff(start), axis)
     counts = keep_routing(counts)
     rows = counts.sum(0, dtype=jnp.int32).reshape(P, L)
     limit = -(-rows.sum(dtype=jnp.int32) // P)

@@ -108,7 +108,7 @@ def _by_weight(weights: jax.Array) -> jax.Array:
 class _Choices(NamedTuple):
   """Arrays [n] of choices, sorted by expert, then `order`, then `place`."""
 
-  expert: jax.Array  # E for unused choices
+  expert: jax.Array  # V for unused choices
   order: jax.Array
   place: jax.Array  # the position before sorting
   row: jax.Array  # index among the expert's rows if nothing were dropped
@@ -117,7 +117,7 @@ class _Choices(NamedTuple):
 class _Last(NamedTuple):
   """For each expert, the last choice that gets a row, by `order` and `place`.
 
-  Both are int32 [E]. The place is -1 for an expert without rows.
+  Both are int32 [V]. The place is -1 for an expert without rows.
   """
 
   order: jax.Array
@@ -130,20 +130,20 @@ def _last_kept(
   """Assigns the row blocks of all ranks, `blocks` per rank, to choices [n].
 
   An expert keeps its choices of least `order`; ties keep array order. Returns
-  the last choice that each expert keeps, and int32 [E], the number of dropped
+  the last choice that each expert keeps, and int32 [V], the number of dropped
   choices of each expert.
   """
-  P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
-  experts, place = jnp.where(experts < 0, E, experts), iota(experts.size)
+  P, V = layer.ep_size, layer.group.num_expert_slots
+  experts, place = jnp.where(experts < 0, V, experts), iota(experts.size)
   expert, order, place = lax.sort((experts, order, place), num_keys=3)
-  start = jnp.searchsorted(expert, iota(E + 1)).astype(jnp.int32)
+  start = jnp.searchsorted(expert, iota(V + 1)).astype(jnp.int32)
   wanted = jnp.diff(start)
   if layer.rule(is_weighted=True) == "fair":
-    quota = _quota_fairly(blocks, _blocks(layer, wanted).reshape(P, L))
+    quota = _quota_fairly(blocks, _blocks(layer, wanted).reshape(P, -1))
   else:
     row = iota(place.size) - start[expert]
     quota = _quota_by_weight(layer, blocks, _Choices(expert, order, place, row))
-  kept = jnp.minimum(wanted, quota.reshape(E) * layer.alignment)
+  kept = jnp.minimum(wanted, quota.reshape(V) * layer.alignment)
   at = start[:-1] + kept - 1
   least = np.int32(np.iinfo(np.int32).min)
   last = _Last(
@@ -183,9 +183,9 @@ def _quota_fairly(blocks: int, wants: Any) -> Any:
 def _quota_by_weight(
   layer: LayerConfig, blocks: int, choices: _Choices
 ) -> jax.Array:
-  """Gives a rank's blocks to choices in order; counts blocks by expert, [E]."""
-  P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
-  opens = (choices.row % layer.alignment == 0) & (choices.expert < E)
+  """Gives a rank's blocks to choices in order; counts blocks by expert, [V]."""
+  P, L, V = layer.ep_size, layer.num_local_experts, layer.group.num_expert_slots
+  opens = (choices.row % layer.alignment == 0) & (choices.expert < V)
   rank = jnp.where(opens, choices.expert // L, P)
   rank, _, _, expert = lax.sort(
     (rank, choices.order, choices.place, choices.expert), num_keys=3
@@ -193,8 +193,8 @@ def _quota_by_weight(
   start = jnp.searchsorted(rank, iota(P + 1)).astype(jnp.int32)
   position = iota(rank.size) - start[rank]
   is_given = (position < blocks) & (rank < P)
-  expert = jnp.where(is_given, expert, E)
-  return jnp.zeros(E, jnp.int32).at[expert].add(1, mode="drop")
+  expert = jnp.where(is_given, expert, V)
+  return jnp.zeros(V, jnp.int32).at[expert].add(1, mode="drop")
 
 
 def _blocks(layer: LayerConfig, rows: Any) -> Any:

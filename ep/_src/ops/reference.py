@@ -5,14 +5,16 @@ With NumPy arrays, the functions return the exact bits of the contract. With
 traced JAX arrays, the functions are differentiable.
 
 Arrays have a leading axis for the `P` ranks of one EP domain. Other sizes: `T`
-tokens of a rank, `K` choices of a token, `E` experts, `L = E / P` local experts
-(expert `e` is on rank `e // L`), `C` receive capacity of a rank, `H` hidden
-size.
+tokens of a rank, `K` choices of a token, `E` experts, `L = ceil(E / P)` expert
+slots of a rank (rank `e // L` has expert `e`), `C` receive capacity of a rank,
+`H` hidden size.
 
 * Layout: expert-major. The segment of local expert `j` starts at row
   `offset[j] = sum_{i<j} roundup(count[i], alignment)`. Rows of a segment are
   sorted by source rank, then by token. Padding rows, rows after the last
   segment, and their weights are zero.
+* Empty slots: if `P` does not divide `E`, the slots from `E` to `P L - 1`, on
+  the last ranks, have no expert. Their segments have no rows.
 * Choices: -1 is an unused choice. A choice with a slot of `C` or more is
   dropped, along with its weight and gradient. `total_recv_tokens` and
   `max_recv_tokens` count dropped choices and padding.
@@ -42,6 +44,11 @@ Array = jax.Array | np.ndarray
 _Choice = tuple[int, ...]  # rank, token, k
 
 
+def local_experts(num_experts: int, ep_size: int) -> int:
+  """Returns L, the expert slots of a rank."""
+  return -(-num_experts // ep_size)
+
+
 class Routing(NamedTuple):
   """The destination of each choice, and the rows that each rank receives."""
 
@@ -61,15 +68,16 @@ def prepare(
   """Returns the routing of `topk_idx` [P, T, K]."""
   xp = topk_idx.__array_namespace__()
   P, T, _ = topk_idx.shape
-  E, L, i32 = num_experts, num_experts // P, np.int32
+  L, i32 = local_experts(num_experts, P), np.int32
+  V = P * L
   idx = topk_idx.astype(i32)
-  chosen = (idx[..., None] == xp.arange(E)).any(2).reshape(P * T, E)
+  chosen = (idx[..., None] == xp.arange(V)).any(2).reshape(P * T, V)
   count = chosen.sum(0, dtype=i32).reshape(P, L)
   padded = -(-count // alignment) * alignment
   end = padded.cumsum(1, dtype=i32)
   offset = end - padded
-  row_in_slab = (chosen.cumsum(0, dtype=i32) - chosen).reshape(P, T, E)
-  slot_of_expert = row_in_slab + offset.reshape(E)
+  row_in_slab = (chosen.cumsum(0, dtype=i32) - chosen).reshape(P, T, V)
+  slot_of_expert = row_in_slab + offset.reshape(V)
   slot = xp.take_along_axis(slot_of_expert, idx.clip(0), axis=2)
   kept = (idx >= 0) & (slot < capacity)
   token_counts = count.clip(max=(capacity - offset).clip(0))
@@ -101,13 +109,14 @@ def assign(
   `drop_by="slot"`. The loop visits the choices in the order that `drop_by`
   names, and keeps a choice if the rank of its expert has a free row.
   """
-  L = num_experts // len(topk_idx)
+  P = len(topk_idx)
+  L = local_experts(num_experts, P)
   kept = np.zeros(topk_idx.shape, bool)
-  rows = np.zeros(num_experts, int)  # kept choices of each expert
+  rows = np.zeros(P * L, int)  # kept choices of each expert
 
   def has_free_row(expert: int) -> bool:
     """Returns whether the expert's rank has a free row for the expert."""
-    wanted = rows + (np.arange(num_experts) == expert)
+    wanted = rows + (np.arange(P * L) == expert)
     slabs = wanted.reshape(-1, L)[expert // L]
     return bool((-(-slabs // alignment) * alignment).sum() <= capacity)
 
@@ -148,10 +157,11 @@ def prepare_assigned(
   every = prepare(topk_idx, num_experts=num_experts, **sizes)
   assigned = np.where(kept, topk_idx, -1)
   dropped = topk_idx[(topk_idx >= 0) & ~kept]
-  dropped_counts = np.bincount(dropped, minlength=num_experts)
+  shape = every.token_counts.shape
+  dropped_counts = np.bincount(dropped, minlength=math.prod(shape))
   return prepare(assigned, num_experts=num_experts, **sizes)._replace(
     total_recv_tokens=every.total_recv_tokens,
-    dropped_counts=dropped_counts.reshape(len(topk_idx), -1).astype(np.int32),
+    dropped_counts=dropped_counts.reshape(shape).astype(np.int32),
     max_recv_tokens=every.max_recv_tokens,
   )
 

@@ -35,7 +35,8 @@ class Layout(NamedTuple):
     num_domains: D, EP domains of consecutive ranks.
     ep_size: P, ranks of a domain.
     num_nodes: N, nodes of a domain.
-    experts: int [V], the expert of each copy; each rank has V / P copies.
+    experts: int [V], the expert of each copy; each rank has V / P copies. The
+      numbers from E on are empty slots, which no token uses.
   """
 
   num_domains: int
@@ -160,7 +161,8 @@ class Expected:
     D, P, N, experts = layout
     V, T, K = experts.size, self.tokens_per_rank, self.cfg.top_k
     order, first, number = layout.copies
-    chances = (self._chances / number)[experts]  # chance of each copy
+    empty = (0, number.size - self._chances.size)
+    chances = (np.pad(self._chances, empty) / number)[experts]  # of each copy
     copies = layout.copies_of(self._ids)
 
     def distinct(num_blocks: int) -> np.ndarray:
@@ -180,6 +182,7 @@ class Expected:
     drawn = np.stack(
       [_counts(rng, self._chances, K, P * T, D) for _ in range(_STEPS)]
     )
+    drawn = np.pad(drawn, [(0, 0)] * (drawn.ndim - 1) + [empty])
     nth = np.empty(V, int)  # index of each copy among its expert's copies
     nth[order] = np.arange(V) - first[experts[order]]
     yield Demand(

@@ -67,9 +67,10 @@ def place(
       `ep.moe.Metrics.load`; or [layers, S, E] for several layers. Only ratios
       count.
     cluster: says which consecutive ranks are a node.
-    ep_size: P; by default the largest that divides the slots and the ranks, and
-      is a multiple or a divisor of the GPUs of a node.
-    replicas: extra copies of experts; P must divide E + replicas.
+    ep_size: P; by default the largest that divides E + replicas and the ranks,
+      and is a multiple or a divisor of the GPUs of a node.
+    replicas: extra copies of experts; P must divide E + replicas. Without
+      replicas, P need not divide E: the numbers from E on are empty slots.
     old: the present placement, of the same shape.
     move_cost: the price of an expert that moves from `old`, in units of the
       mean rank's load in a step. In training, a fair price is the bytes of an
@@ -77,8 +78,8 @@ def place(
       rank exchanges in a step and by the steps until the next placement.
 
   Returns:
-    A `Placement` of V = E + replicas slots: [V], or [layers, V] for loads of
-    several layers.
+    A `Placement` of V = E + replicas slots, rounded up to a multiple of P: [V],
+    or [layers, V] for loads of several layers.
 
   Raises:
     ValueError: a size does not fit, or a load or the price is negative or not
@@ -93,19 +94,19 @@ def place(
   loads = checked_loads("ep.place", loads)
   layers = np.atleast_2d(loads)
   layers = layers.reshape(-1, *layers.shape[-2:])
-  E = layers.shape[-1]
-  P, N = domain("ep.place", cluster, E, replicas, ep_size)
+  P, N, V = domain("ep.place", cluster, layers.shape[-1], replicas, ep_size)
+  layers = with_empty_slots(layers, V - replicas)
   move_cost = arguments.number("ep.place", "move_cost", move_cost)
   arguments.check(
     move_cost >= 0,
     "ep.place",
     f"move_cost = {move_cost:g}, but it must not be negative.",
   )
-  shape = (*loads.shape[:-2], E + replicas)
+  shape = (*loads.shape[:-2], V)
   olds: Sequence[np.ndarray | None] = [None] * len(layers)
   if old is not None:
-    slots = checked_slots("ep.place", "old", old, shape, E)
-    olds = [*slots.reshape(-1, shape[-1])]
+    slots = checked_slots("ep.place", "old", old, shape, V - replicas)
+    olds = [*slots.reshape(-1, V)]
   found = [
     _placed(of_layer, P, N, replicas, its_old, move_cost)
     for of_layer, its_old in zip(layers, olds, strict=True)
@@ -176,6 +177,12 @@ def checked_slots(
   return experts
 
 
+def with_empty_slots(loads: np.ndarray, num_experts: int) -> np.ndarray:
+  """Appends zeros, the loads of empty slots, to [..., E]."""
+  missing = num_experts - loads.shape[-1]
+  return np.pad(loads, [*[(0, 0)] * (loads.ndim - 1), (0, missing)])
+
+
 def default_ep_size(cluster: Cluster, num_experts: int) -> int:
   """Returns the largest P that divides the experts and fits the nodes."""
   common = math.gcd(num_experts, cluster.num_ranks)
@@ -189,8 +196,8 @@ def domain(
   num_experts: int,
   replicas: int,
   ep_size: int | None,
-) -> tuple[int, int]:
-  """Returns P and the number of nodes of an EP domain; raises if P is bad."""
+) -> tuple[int, int, int]:
+  """Returns P, the nodes and the slots of an EP domain; raises if P is bad."""
   R, G = cluster.num_ranks, cluster.gpus_per_node
   V = num_experts + arguments.integer(what, "replicas", replicas)
   if ep_size is None:
@@ -203,12 +210,12 @@ def domain(
     f" a divisor of the {G} GPUs of a node.",
   )
   arguments.check(
-    replicas >= 0 and V % P == 0,
+    replicas == 0 or (replicas > 0 and V % P == 0),
     what,
     f"{num_experts} experts and {replicas} replicas are {V} copies, but they"
     f" must be a multiple of the EP size {P}; change replicas or the EP size.",
   )
-  return P, max(1, P // G)
+  return P, max(1, P // G), -(-V // P) * P
 
 
 def _fits_nodes(ep_size: int, cluster: Cluster) -> bool:

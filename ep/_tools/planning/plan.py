@@ -27,6 +27,7 @@ from ep._tools.planning.place import (
   default_ep_size,
   domain,
   NAMED,
+  with_empty_slots,
 )
 from ep._tools.records import expert_loads
 from ep._tools.records.replay import Replay, replay
@@ -129,8 +130,8 @@ def plan(
       divides the experts.
     placements: "linear", in the order of the experts; "balanced", by `place`
       for the routing's loads; or an `ep.Placement` of E + replicas slots.
-    replicas: extra copies of experts; P must divide E + replicas. The tokens of
-      an expert alternate between its copies.
+    replicas: extra copies of experts; P must divide E + replicas, unless there
+      are no replicas. The tokens of an expert alternate between its copies.
     capacity_factors: by default the factor of `cfg`; None fits any routing.
     alignment: each expert's segment of rows is padded to a multiple of this.
     dtype: dtype of all rows: "bfloat16", "float16" or "float32".
@@ -298,8 +299,8 @@ def _layout(
   replicas: int,
   where: str | Placement,
 ) -> Layout:
-  P, N = domain("ep.plan", cluster, loads.size, replicas, ep_size)
-  V = loads.size + replicas
+  P, N, V = domain("ep.plan", cluster, loads.size, replicas, ep_size)
+  loads = with_empty_slots(loads, V - replicas)
   if not isinstance(where, Placement):
     arguments.check(
       isinstance(where, str) and where in NAMED,

@@ -51,7 +51,10 @@ class RoutingSummary:
 
   @property
   def experts(self) -> np.ndarray:
-    """Expert ids of the ranks; of rank 0 if `ranks` is None: int32 [N, L]."""
+    """Expert ids of the ranks; of rank 0 if `ranks` is None: int32 [N, L].
+
+    The numbers from E on are empty slots.
+    """
     local = self.layer.num_local_experts
     ranks = np.zeros(1, np.int32) if self.ranks is None else self.ranks
     first = ranks % self.layer.ep_size * local

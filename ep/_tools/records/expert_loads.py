@@ -65,10 +65,11 @@ def choices(
 
 
 def received(choices: np.ndarray, ep_size: int) -> np.ndarray:
-  """Returns how many tokens each expert of a rank receives, int [R, L].
+  """Returns how many tokens each expert slot of a rank receives, int [R, L].
 
   `choices` is [R, E]. An EP domain is `ep_size` consecutive ranks.
   """
+  choices = np.pad(choices, ((0, 0), (0, -choices.shape[1] % ep_size)))
   num_ranks, num_experts = choices.shape
   domains: np.ndarray = choices.reshape(-1, ep_size, num_experts).sum(axis=1)
   return domains.reshape(num_ranks, -1)

@@ -69,7 +69,8 @@ void Post(const Call& call, const Place& place, Mover mover, Contribution c) {
 // Copies the choices of a rank, and returns a view of the copy.
 ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
                  SortedChoices* copy) {
-  copy->starts.assign(choices.starts, choices.starts + dims.num_experts + 1);
+  copy->starts.assign(choices.starts,
+                      choices.starts + dims.num_expert_slots() + 1);
   copy->order.assign(choices.order, choices.order + dims.num_choices());
   return {copy->starts.data(), copy->order.data()};
 }
@@ -226,7 +227,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
   c.arrays = {mine->starts.data(), mine->order.data()};
   c.num_chunks = 1;
-  c.moved = [args, experts = num_experts_ / ep_size()] {
+  c.moved = [args, experts = dims.num_local_experts()] {
     const int32_t* dropped = args.dropped_counts;
     const int32_t* tokens = args.token_counts;
     return TracedRows{args.total_recv_tokens[0],

@@ -144,7 +144,7 @@ Status Communicator::CreateGroup() {
   Device::Scope scope(*device_);
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
   config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
-  config.num_experts = sizes_.num_experts;
+  config.num_experts = sizes_.ep_size * sizes_.nccl_ep_local();
   config.max_dispatch_tokens_per_rank = sizes_.max_dispatch_tokens();
   config.max_recv_tokens_per_rank = sizes_.capacity;
   config.max_token_bytes = sizes_.max_row_bytes;

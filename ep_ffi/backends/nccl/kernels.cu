@@ -61,12 +61,12 @@ __device__ Fault CheckId(const Routing& r, int32_t choice) {
 // EpSumChoices runs, returns the number of the expert's choices in this chunk.
 __device__ int32_t& ChunkStart(const Routing& r, int32_t chunk,
                                int32_t expert) {
-  return r.chunk_starts[chunk * (r.num_experts + 1) + expert];
+  return r.chunk_starts[chunk * (r.num_expert_slots + 1) + expert];
 }
 
 // Returns the first invalid choice of a chunk, or num_choices.
 __device__ int32_t& FirstWrong(const Routing& r, int32_t chunk) {
-  return ChunkStart(r, chunk, r.num_experts);
+  return ChunkStart(r, chunk, r.num_expert_slots);
 }
 
 __device__ int32_t RoundUp(int32_t value, int32_t multiple) {
@@ -74,7 +74,7 @@ __device__ int32_t RoundUp(int32_t value, int32_t multiple) {
 }
 
 __device__ const int32_t* WordsOf(const Routing& r, int32_t rank) {
-  return r.received + rank * (r.num_experts + kWords) + r.num_experts;
+  return r.received + rank * (r.num_expert_slots + kWords) + r.num_expert_slots;
 }
 
 __device__ void Write64(uint64_t value, int32_t* words) {
@@ -214,7 +214,7 @@ extern "C" __global__ void EpCountChoices(Routing r) {
   const int32_t chunk = blockIdx.x;
   const int32_t first = chunk * kChunk;
   const int32_t size = min(r.num_choices - first, kChunk);
-  for (int32_t e = threadIdx.x; e < r.num_experts; e += blockDim.x) {
+  for (int32_t e = threadIdx.x; e < r.num_expert_slots; e += blockDim.x) {
     int32_t count = 0;
     for (int32_t i = 0; i < size; ++i) count += IdAt(r, first + i) == e;
     ChunkStart(r, chunk, e) = count;
@@ -226,10 +226,11 @@ extern "C" __global__ void EpCountChoices(Routing r) {
   FirstWrong(r, chunk) = i < size ? first + i : r.num_choices;
 }
 
-// Sums the counts of the chunks, and completes `sent`. Runs a warp per expert.
+// Sums the counts of the chunks, and completes `sent`. Runs a warp per expert
+// slot.
 extern "C" __global__ void EpSumChoices(Routing r) {
   const int32_t expert = WarpIndex();
-  if (expert >= r.num_experts) return;
+  if (expert >= r.num_expert_slots) return;
   const int32_t sum = WarpScan(
       Lane(), r.num_chunks,
       [&](int32_t chunk) { return ChunkStart(r, chunk, expert); },
@@ -250,7 +251,7 @@ extern "C" __global__ void EpSumChoices(Routing r) {
     const int32_t choice = FirstWrong(r, wrong);
     found = {CheckId(r, choice), 0, choice, 0, IdAt(r, choice)};
   }
-  int32_t* words = r.sent + r.num_experts;
+  int32_t* words = r.sent + r.num_expert_slots;
   words[kWordFault] = static_cast<int32_t>(found.fault);
   words[kWordChoice] = found.choice;
   Write64(found.value, words + kWordValue);
@@ -268,7 +269,7 @@ extern "C" __global__ void EpPlaceSlabs(Routing r) {
     int32_t sum = 0;
     for (int32_t source = 0; source < r.ep_size; ++source) {
       if (source == r.rank) r.before[expert] = sum;
-      sum += r.received[source * (r.num_experts + kWords) + expert];
+      sum += r.received[source * (r.num_expert_slots + kWords) + expert];
     }
     r.totals[expert] = sum;
     return RoundUp(sum, r.alignment);
@@ -291,7 +292,9 @@ extern "C" __global__ void EpWriteRouting(Routing r) {
   if (i < r.num_local) WriteSlab(r, i, failed);
   if (i >= r.num_choices) return;
   const bool kept = !failed && HasSlot(r, i);
-  r.choices[i] = kept ? IdAt(r, i) : -1;
+  const int64_t id = IdAt(r, i);
+  const int64_t local = id % r.num_local;
+  r.choices[i] = kept ? id / r.num_local * r.nccl_ep_local + local : -1;
   r.kept[i] = kept;
 }
 

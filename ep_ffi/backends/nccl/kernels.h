@@ -99,7 +99,11 @@ constexpr uint32_t kNan = 0xffffffff;  // NaN in every float type
 // A routing in device memory. The arrays are in EpHandle.mem, except inputs and
 // outputs of ep_prepare.
 struct Routing {
-  int32_t num_experts, num_local, ep_size, rank;
+  int32_t num_experts;       // E
+  int32_t num_expert_slots;  // V = P L
+  int32_t num_local;         // L
+  int32_t nccl_ep_local;     // see Sizes
+  int32_t ep_size, rank;
   int32_t num_choices, num_chunks, top_k, capacity, alignment;
   int32_t drop, index_is_int64;
   uint64_t sizes;        // hash of the sizes; equal in an op and its handle
@@ -109,13 +113,13 @@ struct Routing {
   int32_t index;         // place[0] in the mesh of the group
 
   Header* header;
-  int64_t* choices;       // [T K] expert, -1 if unused, invalid or dropped
-  int32_t* chunk_starts;  // [chunks][E + 1], see ChunkStart and FirstWrong
-  int32_t* sent;          // [E + kWords]
-  int32_t* received;      // [P][E + kWords], `sent` of each rank
-  int32_t* totals;        // [E] choices of all ranks
-  int32_t* before;        // [E] choices of lower ranks
-  int32_t* offsets;       // [E] first slot of the expert segment, on its rank
+  int64_t* choices;  // [T K] NCCL EP's expert, -1 if unused, invalid or dropped
+  int32_t* chunk_starts;  // [chunks][V + 1], see ChunkStart and FirstWrong
+  int32_t* sent;          // [V + kWords]
+  int32_t* received;      // [P][V + kWords], `sent` of each rank
+  int32_t* totals;        // [V] choices of all ranks
+  int32_t* before;        // [V] choices of lower ranks
+  int32_t* offsets;       // [V] first row of the expert segment, on its rank
   int32_t* needs;         // [P] slots that a rank needs
 
   uint32_t* nccl_ep_words;  // [num_nccl_ep_words] NCCL EP's part of the handle

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <string>
 
 namespace ep::nccl {
@@ -54,7 +55,7 @@ int64_t SharedBytes(const Sizes& s, int64_t nvlink_ranks) {
       far ? kTokensAcrossNvlinks : RoundUp(kTokensPerSm * sms, 32);
   const int64_t chunks = (s.max_dispatch_tokens() + chunk - 1) / chunk;
   const int64_t row = RoundUp(s.max_row_bytes, kSharedMultiple);
-  const int64_t weights = s.num_local() * nvlink_ranks * sizeof(float);
+  const int64_t weights = s.nccl_ep_local() * nvlink_ranks * sizeof(float);
 
   const int64_t in_map = s.zero_copy ? kMaxTopK : nvlink_ranks;
   const int64_t map =
@@ -85,7 +86,7 @@ int64_t GroupBytes(const Sizes& s, int64_t nvlink_ranks) {
   const int64_t links = s.ep_size / nvlink_ranks;
   const int64_t tokens = s.max_dispatch_tokens();
   const int64_t row = s.max_row_bytes;
-  const int64_t experts = s.num_local() * nvlink_ranks;
+  const int64_t experts = s.nccl_ep_local() * nvlink_ranks;
   const int64_t weights = experts * sizeof(float);
   // Buffers for the tokens of all ranks in both directions, unless with zero
   // copy, for slots' weights in both directions, for unused scales of slots,
@@ -97,7 +98,7 @@ int64_t GroupBytes(const Sizes& s, int64_t nvlink_ranks) {
   if (links > 1) {  // buffers for the network
     const int64_t chunks = RoundUp(tokens, kTokensAcrossNvlinks);
     bytes += 2 * (links - 1) * (chunks + tokens) * (row + weights) +
-             tokens * (row + s.num_experts * sizeof(float));
+             tokens * (row + weights * links);
   }
   return bytes;
 }
@@ -115,6 +116,11 @@ std::string VersionText(int code) {
 
 }  // namespace
 
+int64_t Sizes::nccl_ep_local() const {
+  return RoundUp(num_local(),
+                 kExpertMultiple / std::gcd(ep_size, kExpertMultiple));
+}
+
 Status CheckNccl(int version) {
   if (version >= kOldestNccl && version <= kNewestNccl) return Status();
   return Status(
@@ -130,14 +136,12 @@ Status CheckSizes(const Sizes& s) {
     return Refuse("ep_size = ", s.ep_size,
                   ", but backend=\"nccl\" needs at least two ranks");
   }
-  if (s.num_experts % s.ep_size != 0 || s.num_experts % kExpertMultiple != 0 ||
-      s.num_local() > kMaxLocalExperts) {
+  if (s.nccl_ep_local() > kMaxLocalExperts) {
     return Refuse("num_experts = ", s.num_experts, " on ", s.ep_size,
-                  " ranks, but it must be a multiple of both ep_size and ",
-                  kExpertMultiple, ", and at most ", kMaxLocalExperts,
+                  " ranks, but it must be at most ", kMaxLocalExperts,
                   " for each rank");
   }
-  if (s.zero_copy && (s.num_local() & (s.num_local() - 1)) != 0) {
+  if (s.zero_copy && (s.nccl_ep_local() & (s.nccl_ep_local() - 1)) != 0) {
     return Refuse("num_experts = ", s.num_experts, " on ", s.ep_size,
                   " ranks, but with zero copy the number of each rank must be "
                   "a power of two",
@@ -179,7 +183,7 @@ Status CheckMachine(const Sizes& s, const Machine& m) {
         VersionText(kOldestNccl), ", but NCCL is ", VersionText(m.nccl_version),
         "; install nvidia-nccl of this version where JAX finds it");
   }
-  const int64_t experts = s.num_local() * m.nvlink_ranks;
+  const int64_t experts = s.nccl_ep_local() * m.nvlink_ranks;
   if (experts % kExpertMultiple != 0) {
     return Refuse("the ", m.nvlink_ranks, " ranks of an NVLink domain have ",
                   experts, " experts, but these must be a multiple of ",
@@ -193,7 +197,8 @@ Status CheckMachine(const Sizes& s, const Machine& m) {
   }
   // NCCL EP's kernels compute these products of sizes in 32 bits.
   if (s.capacity * experts > std::numeric_limits<int32_t>::max() ||
-      s.max_tokens * s.num_experts > std::numeric_limits<int32_t>::max()) {
+      s.max_tokens * s.ep_size * s.nccl_ep_local() >
+          std::numeric_limits<int32_t>::max()) {
     return Refuse(
         "recv_capacity_per_rank = ", s.capacity, " times the ", experts,
         " experts of an NVLink domain, or max_tokens_per_rank = ", s.max_tokens,

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/plan.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::nccl {
@@ -36,7 +37,11 @@ struct Sizes {
   // slots must then be in NCCL windows, and combine writes to its slots.
   bool zero_copy = false;
 
-  int64_t num_local() const { return num_experts / ep_size; }
+  int64_t num_local() const { return LocalExperts(num_experts, ep_size); }
+  int64_t num_expert_slots() const { return ep_size * num_local(); }
+  // NCCL EP's experts of a rank: L, rounded up so that all ranks together have
+  // a multiple of 4. The added experts are empty.
+  int64_t nccl_ep_local() const;
   // Rounds max_tokens up to a multiple of 4, which every NVLink domain accepts.
   int64_t max_dispatch_tokens() const { return (max_tokens + 3) / 4 * 4; }
 };

@@ -30,7 +30,7 @@ class Carver {
 };
 
 // Returns the number of words that a rank sends in the all-gather.
-int64_t NumSent(const Routing& r) { return r.num_experts + kWords; }
+int64_t NumSent(const Routing& r) { return r.num_expert_slots + kWords; }
 
 Carver Carve(std::byte* mem, Routing* r) {
   Carver carver(mem);
@@ -38,12 +38,13 @@ Carver Carve(std::byte* mem, Routing* r) {
   carver.Take(kHeaderBytes, &header);
   r->header = reinterpret_cast<Header*>(header);
   carver.Take(r->num_choices, &r->choices);
-  carver.Take(r->num_chunks * (int64_t{r->num_experts} + 1), &r->chunk_starts);
+  carver.Take(r->num_chunks * (int64_t{r->num_expert_slots} + 1),
+              &r->chunk_starts);
   carver.Take(NumSent(*r), &r->sent);
   carver.Take(r->ep_size * NumSent(*r), &r->received);
-  carver.Take(r->num_experts, &r->totals);
-  carver.Take(r->num_experts, &r->before);
-  carver.Take(r->num_experts, &r->offsets);
+  carver.Take(r->num_expert_slots, &r->totals);
+  carver.Take(r->num_expert_slots, &r->before);
+  carver.Take(r->num_expert_slots, &r->offsets);
   carver.Take(r->ep_size, &r->needs);
   return carver;
 }
@@ -58,7 +59,9 @@ uint64_t HashSizes(const Routing& r) {
 Routing Shape(const Sizes& sizes, const Layer& layer, int64_t num_tokens) {
   Routing r = {};
   r.num_experts = sizes.num_experts;
+  r.num_expert_slots = sizes.num_expert_slots();
   r.num_local = sizes.num_local();
+  r.nccl_ep_local = sizes.nccl_ep_local();
   r.ep_size = sizes.ep_size;
   r.num_choices = num_tokens * layer.top_k;
   r.num_chunks = (r.num_choices + kChunk - 1) / kChunk;
@@ -91,7 +94,7 @@ Status EnqueueRouting(const Device& device, const Communicator& communicator,
   EP_RETURN_IF_ERROR(
       device.LaunchBlocks(Device::kCountChoices, r.num_chunks, stream, &r));
   EP_RETURN_IF_ERROR(
-      device.LaunchWarps(Device::kSumChoices, r.num_experts, stream, &r));
+      device.LaunchWarps(Device::kSumChoices, r.num_expert_slots, stream, &r));
   EP_RETURN_IF_ERROR(
       communicator.AllGather(r.sent, r.received, NumSent(r), stream));
   EP_RETURN_IF_ERROR(

@@ -70,7 +70,7 @@ def _in_stream(dims: Dims, plan: Plan) -> jax.Array:
 def _codes_of_slots(dims: Dims, plan: Plan) -> jax.Array:
   """Returns, for each slot, the code of its row, int32 [C]."""
   # The slices in the order of their slots: by expert, then by source.
-  by_slot = iota(dims.E).reshape(dims.P, dims.L).T.reshape(-1)
+  by_slot = iota(dims.V).reshape(dims.P, dims.L).T.reshape(-1)
   start = take(plan.slots.start, by_slot)
   slice_ = take(by_slot, _last_at_most(start, iota(dims.C)))
   row = iota(dims.C) - take(plan.slots.start, slice_)

@@ -49,6 +49,10 @@ class Dims:
     return self.layer.group.num_experts
 
   @property
+  def V(self) -> int:
+    return self.layer.group.num_expert_slots
+
+  @property
   def L(self) -> int:
     return self.layer.num_local_experts
 
@@ -62,10 +66,10 @@ class Dims:
 
 
 class Slices(NamedTuple):
-  """Positions and sizes of the slices that a rank sends or receives, int32 [E].
+  """Positions and sizes of the slices that a rank sends or receives, int32 [V].
 
-  The slices of a rank's choices are in the order of all experts. The slices of
-  its slots are in the order of source rank, then local expert.
+  The slices of a rank's choices are in the order of the expert slots. The
+  slices of its slots are in the order of source rank, then local expert.
   """
 
   start: jax.Array  # first row of a slice on this rank
@@ -91,14 +95,14 @@ class Choices(NamedTuple):
   """The choices of a rank, sorted by expert; unused and invalid ones last."""
 
   order: jax.Array  # [T * K] the choices
-  expert: jax.Array  # [T * K] the expert of each; E if it is unused or invalid
-  start: jax.Array  # [E + 1] start of the choices of each expert
+  expert: jax.Array  # [T * K] the expert of each; V if it is unused or invalid
+  start: jax.Array  # [V + 1] start of the choices of each expert slot
 
 
 class Slabs(NamedTuple):
   """The layout of the expert slabs of all ranks, int32."""
 
-  start: jax.Array  # [P, E + 1] `Choices.start` of each rank
+  start: jax.Array  # [P, V + 1] `Choices.start` of each rank
   counts: jax.Array  # [P, L, P] tokens for each rank's experts, by source rank
   before: jax.Array  # [P, L, P + 1] sums of `counts` over earlier sources
   offset: jax.Array  # [P, L + 1] first slot of each slab; end of the last slab
@@ -108,10 +112,10 @@ def sort_choices(dims: Dims, idx: jax.Array) -> Choices:
   """Returns the choices of `topk_idx` [T, K] in the order of their experts."""
   flat = idx.reshape(-1)
   is_valid = (flat >= 0) & (flat < dims.E)
-  expert = jnp.where(is_valid, flat, dims.E)
-  expert, order = _sort(dims.E + 1, expert, flat.size, iota(flat.size))
-  experts = iota(dims.E + 1)
-  start = jnp.searchsorted(expert, experts, method="compare_all")
+  expert = jnp.where(is_valid, flat, dims.V)
+  expert, order = _sort(dims.V + 1, expert, flat.size, iota(flat.size))
+  slots = iota(dims.V + 1)
+  start = jnp.searchsorted(expert, slots, method="compare_all")
   return Choices(order, expert, int32(start))
 
 
@@ -133,7 +137,7 @@ def _sort(
 
 
 def make_slabs(dims: Dims, start: jax.Array) -> Slabs:
-  """Returns the slab layout from `Choices.start` of all ranks, [P, E + 1]."""
+  """Returns the slab layout from `Choices.start` of all ranks, [P, V + 1]."""
   P, L = dims.P, dims.L
   counts = jnp.diff(start).T.reshape(P, L, P)
   before = _sums(counts)
@@ -156,7 +160,7 @@ def make_plan(
   of_slots = Slices(*(x.reshape(-1) for x in (slot[me].T, size[me].T, remote)))
 
   num = choices.order.size
-  is_sent = choices.expert < dims.E
+  is_sent = choices.expert < dims.V
   if dims.drop:
     end = of_choices.start + of_choices.size
     is_sent &= iota(num) < take(end, choices.expert)
@@ -195,7 +199,7 @@ def mem_bytes(dims: Dims) -> int:
 
 def _sizes(dims: Dims) -> list[int]:
   """Returns the length of each array of a plan."""
-  return [dims.T * dims.K] * 2 + [dims.E] * 6 + [1, 1]
+  return [dims.T * dims.K] * 2 + [dims.V] * 6 + [1, 1]
 
 
 def _stamp(dims: Dims, body: jax.Array) -> jax.Array:

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -118,8 +117,6 @@ PlanDims Fit(PlanDims dims) {
   const auto round_up = [](int64_t value, int64_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
   };
-  dims.num_experts =
-      round_up(dims.num_experts, std::lcm(dims.ep_size, int64_t{4}));
   while (dims.alignment & (dims.alignment - 1)) ++dims.alignment;
   dims.capacity =
       std::max({dims.capacity, round_up(dims.num_tokens, 4), int64_t{4}});
