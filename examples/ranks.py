@@ -5,9 +5,11 @@ from collections.abc import Callable
 import os
 import pathlib
 import sys
+from typing import Any
 
 from absl import flags
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from ep import launch
@@ -57,21 +59,37 @@ def num_ranks() -> int:
 
 
 def make_mesh(dp: int | None = None, ep: int | None = None) -> Mesh:
-  """Returns a (dp, ep) mesh; by default, flags give the sizes."""
+  """Returns a (dp, ep) mesh; by default, flags give the sizes.
+
+  If the launcher has started the program again without lost ranks, all devices
+  are on the axis "ep".
+  """
   sizes = dp or DP.value, ep or EP.value
+  if not dp and num_ranks() != jax.device_count() and restarts():
+    sizes = 1, jax.device_count()
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2)
 
 
-def launch_ranks(program: str) -> int:
+def restarts() -> int:
+  """Returns how often the launcher has started the program again."""
+  return int(os.environ.get("EP_LAUNCH_RESTART", "0"))
+
+
+def launch_ranks(program: str, **options: Any) -> int:
   """Runs the ranks of a program file with the flags of this process.
 
-  Returns the exit code.
+  Args:
+    options: further options of `ep.launch.launch`.
+
+  Returns:
+    The exit code.
   """
   return launch.launch(
     [program, *sys.argv[1:]],
     num_processes=NUM_PROCESSES.value,
     devices_per_process=num_ranks() // NUM_PROCESSES.value,
     ranks_per_gpu=_RANKS_PER_GPU.value,
+    **options,
   )
 
 
@@ -90,6 +108,15 @@ def initialize(threads: int) -> None:
   with open(os.devnull, "wb") as nowhere:
     os.dup2(nowhere.fileno(), 1)
   launch.initialize()
+
+
+def preempted(step: int) -> bool:
+  """Returns whether a rank got SIGTERM, and all ranks stop after this step."""
+  return (
+    jax.process_count() > 1
+    and jax.config.values["jax_enable_preemption_service"]
+    and multihost_utils.reached_preemption_sync_point(step)
+  )
 
 
 def text_path() -> pathlib.Path:

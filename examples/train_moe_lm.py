@@ -8,6 +8,7 @@ starts the ranks of a (dp, ep) mesh as processes on this host, or joins the
 ranks of a launcher. With --out, the run writes metrics and checkpoints to a
 folder; the same command continues an interrupted run, and --extend adds steps.
 --dense also trains a dense model of the same active size on the same batches.
+With --max_restarts, a run that loses ranks goes on with the others.
 docs/training.md has the details, and the folder lm the modules.
 """
 
@@ -77,6 +78,18 @@ _OUT = flags.DEFINE_string(
   "out", None, "folder for metrics and checkpoints; default: none"
 )
 _SAVE_EVERY = flags.DEFINE_integer("save_every", 100, "steps per checkpoint", 1)
+_SNAPSHOT_EVERY = flags.DEFINE_integer(
+  "snapshot_every", 10, "steps per snapshot in memory, with --max_restarts", 1
+)
+_MAX_RESTARTS = flags.DEFINE_integer(
+  "max_restarts", 0, "how often the run begins again after a failure", 0
+)
+_MIN_PROCESSES = flags.DEFINE_integer(
+  "min_processes", None, "processes with which it may begin again", 1
+)
+_TIMEOUT_S = flags.DEFINE_float(
+  "timeout_s", 300.0, "seconds that a rank waits for another one", 0.0
+)
 _PLOT = flags.DEFINE_string("plot", None, "picture of the run: *.png, *.svg")
 _TRACE = flags.DEFINE_string(
   "trace", None, "trace of all ranks, explained at the end: *.json.gz"
@@ -129,7 +142,17 @@ def main(argv) -> int:
   except (OSError, ValueError) as error:
     print(f"train_moe_lm: {error}")
     return 1
-  return ranks.launch_ranks(__file__)
+  env = {"JAX_ENABLE_PREEMPTION_SERVICE": "1"}
+  if _OUT.value and _MAX_RESTARTS.value:
+    # A restart finds the programs of earlier ones with as many ranks.
+    env["JAX_COMPILATION_CACHE_DIR"] = str(ranks.here(_OUT.value) / "programs")
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+  return ranks.launch_ranks(
+    __file__,
+    max_restarts=_MAX_RESTARTS.value,
+    min_processes=_MIN_PROCESSES.value,
+    env=env,
+  )
 
 
 def run_ranks() -> int:
@@ -182,6 +205,7 @@ def run() -> None:
     mesh,
     max_tokens_per_rank=cfg.batch * cfg.length // cfg.shards,
     backend=ranks.BACKEND.value,
+    timeout_s=_TIMEOUT_S.value,
   )
   with layer.group as group:
     with ep.trace(group, trace) if trace else contextlib.nullcontext():
@@ -222,7 +246,7 @@ def train(
   out: pathlib.Path | None,
   last: int | None = None,
 ) -> tuple[State, list[dict[str, Any]]]:
-  """Trains a model, from its last checkpoint in `out` if there is one.
+  """Trains a model, from its last snapshot, or checkpoint in `out`, if any.
 
   Args:
     layer: the feed-forward layer, as in `model.apply`.
@@ -234,9 +258,13 @@ def train(
     The state, and, on the first process, a record of each step.
   """
   state, records, folder = init(cfg, mesh), [], None
+  snapshots = launch.Snapshots()
+  _, snapshot = snapshots.restore(state) or (0, None)
   if out:
     folder = RunFolder(out, dataclasses.asdict(cfg) | {"text": text.digest})
-    state, records = folder.restore(state)
+    state, records = folder.restore(state, snapshot)
+  elif snapshot:
+    state = snapshot
   done = int(state.step)
   last = last or (done + _EXTEND.value if _EXTEND.value else _STEPS.value)
   step = Step(cfg, layer, mesh)
@@ -280,10 +308,15 @@ def train(
         shown += f", dropped {sum(report['dropped']):.0f}"
       bar.set_postfix_str(shown, refresh=False)
       bar.update()
-      if folder and (n % _SAVE_EVERY.value == 0 or n == last):
+      is_preempted = ranks.preempted(n)
+      if folder and (n % _SAVE_EVERY.value == 0 or n == last or is_preempted):
         folder.save(state)
         if not bar.disable:
           bar.write(f"step {n}: saved in {out}", file=sys.stdout)
+      if is_preempted:
+        raise Stop(f"step {n}: the machine is about to go away.")
+      if n % _SNAPSHOT_EVERY.value == 0:
+        snapshots.take(n, state)
 
   reached = f"{held_out(state):.3f} nats per byte on text that was held out"
   if losses := [each["loss"] for each in records[-20:]]:

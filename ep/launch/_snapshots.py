@@ -117,8 +117,8 @@ class Snapshots:
 
     Args:
       like: arrays, or `jax.ShapeDtypeStruct`s with shardings, with the tree,
-        shapes and dtypes of the state. The first dimension may be longer or
-        shorter than in the snapshot, by rows of zeros: the empty places of
+        shapes and dtypes of the state. One dimension of an array may be longer
+        or shorter than in the snapshot, by zeros at its end: the empty slots of
         experts, whose number depends on the ranks.
 
     Raises:
@@ -261,14 +261,14 @@ class _Source:
     """Returns an array with the shape, dtype and sharding of `like`."""
     chunks = self.chunks[name]
     first = chunks[0][0]
-    same = like.shape[1:] == (*first.shape[1:],) and like.ndim == len(
-      first.shape
-    )
-    if not same or like.dtype != jnp.dtype(first.dtype):
+    is_same = like.dtype == jnp.dtype(first.dtype)
+    is_same &= like.ndim == len(first.shape)
+    sides = [*zip(like.shape, first.shape, strict=False)]
+    if not is_same or sum(ours != theirs for ours, theirs in sides) > 1:
       raise ValueError(
         f"ep.launch.Snapshots: {name} is {first.dtype}{[*first.shape]} in the"
-        f" snapshot, but {like.dtype}{[*like.shape]} here; only the first"
-        " dimension may differ."
+        f" snapshot, but {like.dtype}{[*like.shape]} here; only one dimension"
+        " may differ, by zeros."
       )
 
     def box(index: Any) -> Any:
@@ -291,13 +291,19 @@ class _Source:
       return out
 
     for chunk, file, position in chunks:
-      cut = like.shape[0] - chunk.begins[0] if like.ndim else 1
-      if like.ndim and cut < chunk.extent[0]:
-        data = np.frombuffer(file.read(position, chunk.size), like.dtype)
-        if np.any(data.reshape(chunk.extent)[max(cut, 0) :]):
+      kept = [
+        max(size - at, 0)
+        for size, at in zip(like.shape, chunk.begins, strict=True)
+      ]
+      if any(n < size for n, size in zip(kept, chunk.extent, strict=True)):
+        cut = np.frombuffer(file.read(position, chunk.size), like.dtype)
+        cut = cut.reshape(chunk.extent).copy()
+        cut[tuple(map(slice, kept))] = 0
+        if np.any(cut):
           raise ValueError(
-            f"ep.launch.Snapshots: {name} has {like.shape[0]} rows here, but"
-            " in the snapshot a row after these is not zero."
+            f"ep.launch.Snapshots: {name} has the shape {[*like.shape]} here,"
+            f" but the snapshot has {[*chunk.shape]}, and not only zeros beyond"
+            " that shape."
           )
     return jax.make_array_from_callback(like.shape, like.sharding, box)
 

@@ -48,20 +48,24 @@ class RunFolder:
       ),
     )
 
-  def restore(self, start: State) -> tuple[State, list[dict[str, Any]]]:
+  def restore(
+    self, start: State, snapshot: State | None = None
+  ) -> tuple[State, list[dict[str, Any]]]:
     """Returns the latest saved state; on process 0, also the step records.
 
     Args:
       start: the state to return if there is no checkpoint. A checkpoint is
         restored with the shardings of `start`.
+      snapshot: a state of this run in memory, if any.
 
     Raises:
       OSError: the checkpoint cannot be read.
       Stop: the checkpoint has another description, or a line of metrics is
         damaged.
     """
-    state = start
-    if (step := self._manager.latest_step()) is not None:
+    state = start if snapshot is None else snapshot
+    step = self._manager.latest_step()
+    if step is not None and step > int(state.step):
       state = self._read_checkpoint(step, start)
     if jax.process_index():
       return state, []

@@ -160,19 +160,24 @@ def test_restarts_before_the_first_snapshot_lose_nothing(launcher):
   assert len(launcher.memory._attempts) == 3
 
 
-def test_the_first_dimension_may_have_empty_places(launcher):
-  """9 rows of 8 experts on 3 ranks become 8 rows on 4, and back."""
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_dimension_may_have_empty_slots(launcher, axis):
+  """9 slots of 8 experts on 3 ranks become 8 slots on 4, and 12 on 6."""
   one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  rows = jnp.arange(1.0, 25.0).reshape(8, 3)
+  experts = jnp.arange(1.0, 65.0).reshape(8, 8)
 
-  def padded(x, count):
-    return {"w": jax.device_put(jnp.pad(x, ((0, count - 8), (0, 0))), one)}
+  def with_slots(count):
+    slots = [(0, 0), (0, 0)]
+    slots[axis] = 0, count - 8
+    return {"w": jax.device_put(jnp.pad(experts, slots), one)}
 
-  _take(launcher.start(), 1, padded(rows, 9))
-  _check(launcher.start().restore(padded(rows, 8)), 1, padded(rows, 8))
-  _check(launcher.start().restore(padded(rows, 12)), 1, padded(rows, 12))
-  with pytest.raises(ValueError, match="a row after these is not zero"):
-    launcher.start().restore({"w": rows[:7]})
+  _take(launcher.start(), 1, with_slots(9))
+  for count in 8, 9, 12:
+    want = with_slots(count)
+    _check(launcher.start().restore(want), 1, want)
+  fewer = jax.device_put(jnp.take(experts, jnp.arange(7), axis), one)
+  with pytest.raises(ValueError, match="and not only zeros beyond"):
+    launcher.start().restore({"w": fewer})
 
 
 @pytest.mark.parametrize(
