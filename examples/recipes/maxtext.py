@@ -38,8 +38,7 @@ _PERMUTED = (
 )
 
 _GROUP = '''\
-  # State of the exchange with `jax_ep_backend`, or None.
-  ep_handle: object = None
+  ep_handle: object = None  # The routing of `jax_ep_backend`.
 
 
 @functools.cache
@@ -47,9 +46,13 @@ def _ep_group(mesh: Mesh, axis_name: str, num_experts: int, backend: str):
   """Connects the EP shards of a mesh, once for all layers and batch shapes."""
   import ep  # pylint: disable=import-outside-toplevel
 
-  axes = tuple(axis for axis in mesh.axis_names if axis != axis_name)
   return ep.ep_bootstrap(
-      mesh, axis_name=axis_name, data_axes=axes, num_experts=num_experts, top_k=1, backend=backend
+      mesh,
+      axis_name=axis_name,
+      data_axes=tuple(a for a in mesh.axis_names if a != axis_name),
+      num_experts=num_experts,
+      top_k=1,
+      backend=backend,
   )
 '''
 
@@ -58,25 +61,30 @@ _DISPATCH = """\
       if num_ep > 1 and self.config.jax_ep_backend:
         import ep  # pylint: disable=import-outside-toplevel
 
-        group = _ep_group(self.mesh, self._expert_parallelism_name, self.num_experts, self.config.jax_ep_backend)
-        factor = self.config.ragged_buffer_factor
-        capacity = x.shape[0]
-        if is_batch_sharded_by_expert:
-          capacity = self.get_ragged_buffer_size(capacity, num_ep, self.num_experts, self.num_experts_per_tok, factor)
-        else:
-          # All EP shards have the same rows: each shard sends every num_ep-th row.
-          is_own = jnp.arange(capacity) % num_ep == expert_shard_id
+        cfg, axis = self.config, self._expert_parallelism_name
+        group = _ep_group(self.mesh, axis, cfg.num_experts, cfg.jax_ep_backend)
+        rows, factor = x.shape[0], cfg.ragged_buffer_factor
+        capacity = self.get_ragged_buffer_size(
+            rows, num_ep, cfg.num_experts, cfg.num_experts_per_tok, factor
+        )
+        if not is_batch_sharded_by_expert:
+          # All EP shards have the same rows; each sends every num_ep-th row.
+          is_own = jnp.arange(rows) % num_ep == expert_shard_id
           selected_experts = jnp.where(is_own, selected_experts, -1)
+          capacity = rows
+        capacity = max(capacity, group.num_local_experts)
+        policy = "drop" if factor > 0.0 else "error"
         layer = ep.EpLayerConfig(
-            group,
-            recv_capacity_per_rank=max(capacity, group.num_local_experts),
-            overflow="drop" if factor > 0.0 else "error",
+            group, recv_capacity_per_rank=capacity, overflow=policy
         )
         row_weights = jnp.ravel(weights)[sorted_selected_experts][:, None]
         ep_handle = ep.ep_prepare(layer, selected_experts[:, None], row_weights)
         x, _ = ep.ep_dispatch(ep_handle, x, row_weights)
         group_sizes = ep_handle.group_sizes
-        selected_experts = jnp.repeat(jnp.arange(group_sizes.size), group_sizes, total_repeat_length=x.shape[0])
+        experts = jnp.arange(group_sizes.size)
+        selected_experts = jnp.repeat(
+            experts, group_sizes, total_repeat_length=x.shape[0]
+        )
       elif num_ep > 1:
 """
 
@@ -85,19 +93,19 @@ _COMBINE = """\
         import ep  # pylint: disable=import-outside-toplevel
 
         output = ep.ep_combine(route_metadata.ep_handle, intermediate_output)
-        return output if is_batch_sharded_by_expert else jax.lax.psum(output, self._expert_parallelism_name)
+        if not is_batch_sharded_by_expert:
+          output = jax.lax.psum(output, self._expert_parallelism_name)
+        return output
 """
 
 _OPTION = """\
-  jax_ep_backend: str = Field(
-      "",
-      description='Backend of jax_ep for the exchange between expert shards, "host" or "xla", or "" for none.',
-  )
+  jax_ep_backend: str = Field("", description='Use jax_ep: "host" or "xla".')
 """
 
 _REFUSAL = """\
-      if self.jax_ep_backend and (self.use_ring_of_experts or not self.sparse_matmul):
-        raise ValueError("jax_ep_backend needs sparse_matmul=True and use_ring_of_experts=False.")
+      if self.jax_ep_backend:
+        if self.use_ring_of_experts or not self.sparse_matmul:
+          raise ValueError("jax_ep_backend needs sparse_matmul, and no ring.")
 """
 
 

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import types
 
-import flax.linen as nn
 from flax import nnx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +32,9 @@ _MODELS = {
   "qwen3": dict(model_name="qwen3-30b-a3b"),
   "deepseek2": dict(model_name="deepseek2-16b"),
   "deepseek3": dict(
-    model_name="deepseek3-671b", n_routing_groups=4, topk_routing_group=2,
+    model_name="deepseek3-671b",
+    n_routing_groups=4,
+    topk_routing_group=2,
     routed_bias_update_rate=0.001,
   ),
   "gpt_oss": dict(model_name="gpt-oss-20b"),
@@ -48,8 +50,14 @@ _DENSE = dict(sparse_matmul=False)
 _EP = dict(jax_ep_backend=os.environ.get("EP_TEST_BACKEND", "host"))
 # Packages that modules of MaxText import, but its layers do not use.
 _UNUSED = {
-  "PIL", "drjax", "google_cloud_mldiagnostics", "ml_goodput_measurement",
-  "sentencepiece", "sympy", "tensorflow", "tiktoken",
+  "PIL",
+  "drjax",
+  "google_cloud_mldiagnostics",
+  "ml_goodput_measurement",
+  "sentencepiece",
+  "sympy",
+  "tensorflow",
+  "tiktoken",
 }
 
 
@@ -91,7 +99,10 @@ def maxtext(tmp_path_factory):
   checkout = pathlib.Path(os.environ["MAXTEXT"])
   shutil.copytree(checkout / "src", folder / "src")
   subprocess.run(
-    ["git", "apply"], cwd=folder, input=recipe.diff(checkout), text=True,
+    ["git", "apply"],
+    cwd=folder,
+    input=recipe.diff(checkout),
+    text=True,
     check=True,
   )
   sys.path.insert(0, str(folder / "src"))
@@ -135,14 +146,19 @@ def _config(maxtext, **fields):
   )
 
 
-def _run(maxtext, x, input_ids=None, is_hash_routing=False, **fields):
-  """Returns (y, lb_loss, bias_updates) and the gradients of a layer and of x."""
-  config = _config(maxtext, **fields)
+def _mesh(maxtext, config):
+  """Returns the mesh of a configuration; one device for the dense path."""
   if config.sparse_matmul:
     devices = maxtext.utils.create_device_mesh(config)
   else:
     devices = np.array(jax.devices()[:1]).reshape((1,) * len(config.mesh_axes))
-  mesh = jax.sharding.Mesh(devices, config.mesh_axes)
+  return jax.sharding.Mesh(devices, config.mesh_axes)
+
+
+def _run(maxtext, x, input_ids=None, is_hash_routing=False, **fields):
+  """Returns (y, lb_loss, bias_updates), and gradients of the layer and of x."""
+  config = _config(maxtext, **fields)
+  mesh = _mesh(maxtext, config)
   layer = maxtext.moe.RoutedMoE(
     config=config,
     num_experts=config.num_experts,
@@ -274,4 +290,57 @@ def test_a_buffer_factor_drops(maxtext):
 )
 def test_the_option_refuses_other_paths(maxtext, fields):
   with pytest.raises(ValueError, match="jax_ep_backend needs"):
-    _config(maxtext, model_name="mixtral-8x7b", **fields, **_MESHES["ep"], **_EP)
+    _config(
+      maxtext, model_name="mixtral-8x7b", **fields, **_MESHES["ep"], **_EP
+    )
+
+
+@pytest.mark.parametrize("model", ["mixtral", "deepseek3"])
+def test_a_model_with_scanned_layers(maxtext, model):
+  """One program runs the layers by `scan`, and all programs share a group."""
+  maxtext.moe._ep_group.cache_clear()
+  fields = _MODELS[model] | dict(
+    base_num_decoder_layers=3,
+    first_num_dense_layers=1,
+    base_num_query_heads=2,
+    base_num_kv_heads=2,
+    head_dim=16,
+    vocab_size=64,
+    max_target_length=S,
+  )
+
+  def program(path):
+    config = _config(maxtext, **fields, **_MESHES["ep"], **path)
+    mesh = _mesh(maxtext, config)
+    model = maxtext.models.transformer_as_linen(
+      config=config, mesh=mesh, quant=None, model_mode="train"
+    )
+
+    def loss(variables, ids):
+      positions = jnp.broadcast_to(jnp.arange(S), ids.shape)
+      logits = model.apply(
+        variables, ids, positions, jnp.ones_like(ids), enable_dropout=False
+      )
+      return jnp.sum(jnp.sin(logits)), logits
+
+    def run(variables, ids):
+      with mesh, nn.logical_axis_rules(config.logical_axis_rules):
+        return jax.jit(jax.grad(loss, has_aux=True))(variables, ids)
+
+    return model, run
+
+  dense, want_of = program(_DENSE)
+  _, got_of = program(_EP)
+  ids = np.random.default_rng(3).integers(0, 64, (8, S))
+  positions = np.broadcast_to(np.arange(S), ids.shape)
+  variables = dense.init(
+    {"params": jax.random.key(0)},
+    ids,
+    positions,
+    np.ones_like(ids),
+    enable_dropout=False,
+  )
+  for batch in 8, 4, 1:
+    got, want = (f(variables, ids[:batch]) for f in (got_of, want_of))
+    jax.tree.map_with_path(_check_array, got, want)
+  assert maxtext.moe._ep_group.cache_info().misses == 1
