@@ -26,6 +26,8 @@ from recipes import maxtext as recipe
 if "MAXTEXT" not in os.environ:
   pytest.skip("MAXTEXT is not set", allow_module_level=True)
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 E, K, H, F, S = 8, 2, 32, 16, 6
 _MODELS = {
   "mixtral": dict(model_name="mixtral-8x7b"),
