@@ -51,8 +51,8 @@ def replacement(group: ep.EpGroup) -> Callable[..., tuple]:
     if arguments != known:
       raise TypeError(
         f"Levanter's {function.__name__} has the arguments ({arguments}), but"
-        f" this recipe knows ({known}). docs/howto/other_frameworks.md names the"
-        " version of Levanter that the recipe was tested with."
+        f" this recipe knows ({known}). docs/howto/other_frameworks.md names"
+        " the version of Levanter that the recipe was tested with."
       )
   return functools.partial(_moe_mlp, group)
 
