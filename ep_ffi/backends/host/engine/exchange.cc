@@ -167,7 +167,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
     if (!complete) return;
     // A worker runs the exchange and holds `self`, since the completed calls
     // may drop all other references. The progress thread must not drop the last
-    // one: ~Peers joins the progress thread. If `self` is null, ~Exchanges
+    // one: ~Exchanges joins the progress thread. If `self` is null, ~Exchanges
     // waits for the progress thread, which then runs the exchange.
     std::shared_ptr<Exchanges> self = weak_from_this().lock();
     if (!self) return Run(std::move(complete), /*executor=*/nullptr, kNoRank);
