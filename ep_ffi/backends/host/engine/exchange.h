@@ -132,7 +132,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Completes the calls of the local ranks, and releases the peers' segments. A
   // completed call resumes a program, which may block. So this thread completes
   // only the call of `own`, and workers complete the other calls.
-  void Finish(Exchange& exchange, const Status& status, int32_t own = kNoRank)
+  void Finish(const ExchangePtr& exchange, const Status& status,
+              int32_t own = kNoRank)
       EP_EXCLUDES(mutex_);
 
   // ---- Names of launches, which differ between processes
