@@ -3,9 +3,9 @@
 
 Usage: manylinux_test.py FOLDER
 
-The FOLDER has the wheel, perhaps for another processor than this one. auditwheel
-fails if the library is for another processor than the wheel, and knows the glibc
-and libstdc++ of each platform tag.
+The FOLDER has the wheel, perhaps for another processor than this one.
+auditwheel fails if the library is for another processor than the wheel, and
+knows the glibc and libstdc++ of each platform tag.
 """
 
 import io
