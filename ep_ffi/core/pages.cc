@@ -11,8 +11,8 @@
 namespace ep {
 namespace {
 
-// In bytes. On arm64 with pages of 64 KiB, huge pages are larger, and the kernel
-// ignores our advice for arrays without one.
+// In bytes. On arm64 with pages of 64 KiB, huge pages are larger, and the
+// kernel ignores our advice for arrays without one.
 constexpr int64_t kHugePage = 2 << 20;
 
 // Below this many bytes, a system call takes longer than writing zeros.

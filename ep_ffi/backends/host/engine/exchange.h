@@ -133,8 +133,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // completed call resumes a program, which may block. So this thread completes
   // only the call of `own`, and workers complete the other calls.
   void Finish(const ExchangePtr& exchange, const Status& status,
-              int32_t own = kNoRank)
-      EP_EXCLUDES(mutex_);
+              int32_t own = kNoRank) EP_EXCLUDES(mutex_);
 
   // ---- Names of launches, which differ between processes
 
