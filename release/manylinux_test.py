@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that a wheel runs with every glibc and libstdc++ of its platform tag.
+"""Tests that a wheel runs on every system of its platform tag.
 
 Usage: manylinux_test.py FOLDER
 
-The FOLDER has the wheel. auditwheel knows the symbols of each platform tag.
+The FOLDER has the wheel, perhaps for another processor than this one.
+auditwheel fails if the library is for another processor than the wheel, and
+knows the glibc and libstdc++ of each platform tag.
 """
 
+import io
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import zipfile
+
+from elftools.elf import elffile
+
+# The largest pages of a kernel, which segments of the library must not share.
+_PAGES = {"AArch64": 64 << 10, "x64": 4 << 10}
 
 
 def glibc(tag: str) -> tuple[int, ...]:
@@ -35,6 +44,12 @@ def main() -> None:
       " Define what older runtimes do not export in ep_ffi/older_runtimes.cc,"
       " or raise the glibc of the wheel in BUILD."
     )
+  with zipfile.ZipFile(wheel) as archive:
+    (library,) = [name for name in archive.namelist() if name.endswith(".so")]
+    elf = elffile.ELFFile(io.BytesIO(archive.read(library)))
+  aligned = min(s["p_align"] for s in elf.iter_segments("PT_LOAD"))
+  if aligned < _PAGES[elf.get_machine_arch()]:
+    sys.exit(f"{library} has segments aligned to only {aligned} bytes")
 
 
 if __name__ == "__main__":

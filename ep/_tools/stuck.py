@@ -183,6 +183,9 @@ def _read_text(path: str) -> bytes:
   file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
   try:
     for _ in range(100):
+      # The kernel copies one read in any order, but no read overtakes another:
+      # each read ends with a memory barrier, as it releases its page.
+      start = os.pread(file, 16, 0)
       header = os.pread(file, _HEADER.size, 0)
       if len(header) < _HEADER.size or not header.startswith(b"ep_text1"):
         raise ValueError("it does not begin as a record of this version does")
@@ -194,7 +197,7 @@ def _read_text(path: str) -> bytes:
         raise ValueError(f"it has {size} bytes in a buffer of {max_bytes}")
       at = _HEADER.size + number % 2 * max_bytes
       text = os.pread(file, size, at)
-      if os.pread(file, 16, 0) == header[:16]:  # no new text meanwhile
+      if start == header[:16] == os.pread(file, 16, 0):  # no new text meanwhile
         return text
     raise ValueError("it changes too fast")
   finally:

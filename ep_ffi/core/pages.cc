@@ -11,7 +11,9 @@
 namespace ep {
 namespace {
 
-constexpr int64_t kHugePage = 2 << 20;  // bytes, on x86-64 and arm64
+// In bytes. On arm64 with pages of 64 KiB, huge pages are larger, and the
+// kernel ignores our advice for arrays without one.
+constexpr int64_t kHugePage = 2 << 20;
 
 // Below this many bytes, a system call takes longer than writing zeros.
 constexpr int64_t kLeastToReturn = 256 << 10;

@@ -155,11 +155,7 @@ Status Compute(const Kernels& kernels, const Case& c, Missing missing,
 // Returns sum + x * y. Inputs are multiples of 2^-20 below 1, so product and
 // sum are exact in double, and the result is rounded once.
 float Chain(const Kernels& kernels, float sum, float x, float y) {
-#if defined(__x86_64__)
   const bool is_fused = std::string(kernels.name) != "baseline";
-#else
-  const bool is_fused = true;
-#endif
   if (is_fused) return static_cast<float>(double{x} * y + sum);
   const float product = x * y;
   return sum + product;

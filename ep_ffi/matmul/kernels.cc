@@ -47,10 +47,11 @@ constexpr int kLanes = 8, kRows = 4;
 #endif
 
 namespace baseline {
-constexpr char kName[] = "baseline";
 #if defined(__aarch64__)
+constexpr char kName[] = "NEON";
 constexpr int kLanes = 4, kRows = 8;
 #else
+constexpr char kName[] = "baseline";  // the only kernels that do not fuse
 constexpr int kLanes = 4, kRows = 4;
 #endif
 #define EP_TARGET

@@ -1,158 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MaxText's `RoutedMoE.sparse_matmul`, implemented with ep.
+"""Prints a diff that lets MaxText exchange tokens with ep.
 
-After the router, MaxText runs `permute`, `ragged_all_to_all`, `local_permute`,
-three `gmm`, the inverse permutation, a second `ragged_all_to_all` and
-`unpermute`. This recipe runs `ep_dispatch`, three grouped matmuls, and
-`ep_combine`.
+    python examples/recipes/maxtext.py CHECKOUT | git -C CHECKOUT apply
 
-`refuse` lists the routers and experts that the recipe does not support.
+Then MaxText's new option `jax_ep_backend` selects the exchange: "host" on CPUs
+or "xla" on other devices, and "" for MaxText's own `ragged_all_to_all`.
+
+The diff changes only the code between `permute` and `unpermute`, in two inner
+functions of `RoutedMoE.sparse_matmul`. MaxText's router, losses, matmuls,
+biases, activations and parameters stay. `permute` repeats each token for its
+experts, so each row of `permute` is a token of ep with one expert.
+
+The program finds the places by name. It fails if MaxText has renamed something
+that the new code uses.
 """
 
+import ast
+import difflib
+import pathlib
+import sys
 from typing import Any
 
-import jax
-from jax import lax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+# Functions that the new code is part of or calls, with their arguments.
+_FUNCTIONS = {
+  "ra2a_and_route": "x, logits, pre_bias_logits, num_ep, expert_shard_id, rngs,"
+  " input_ids=None",
+  "unsort_output_and_ra2a": "intermediate_output, routing, route_metadata,"
+  " output_shape, is_batch_sharded_by_expert",
+  "get_ragged_buffer_size": "local_batch, ep_degree, global_experts, top_k,"
+  " ragged_buffer_factor",
+}
 
-import ep
-
-# The values of MaxText's `decoder_block` that this recipe supports.
-_BLOCKS = (
-  "mixtral",
-  "qwen3_moe",
-  "qwen3_custom_moe",
-  "qwen3_next",
-  "qwen3_5",
-  "deepseek",
+# The names that `ra2a_and_route` gives to the results of `permute`.
+_PERMUTED = (
+  "x, sorted_selected_experts, weights, group_sizes, selected_experts, lb_loss,"
+  " bias_updates, local_group_sizes"
 )
 
+_GROUP = '''\
+  ep_handle: object = None  # The routing of `jax_ep_backend`.
 
-def sparse_matmul(
-  layer: ep.EpLayerConfig,
-  config: Any,
-  inputs: jax.Array,
-  gate_logits: jax.Array,
-  pre_bias_logits: jax.Array | None,
-  w0_kernel: jax.Array,
-  w1_kernel: jax.Array,
-  wo_kernel: jax.Array,
-  w0_bias: jax.Array | None,
-  w1_bias: jax.Array | None,
-  wo_bias: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns output [B, S, H], lb_loss, and bias_updates [E].
 
-  `config` is MaxText's. `inputs` are [B, S, H], whose batch is sharded over the
-  axes "data", "fsdp" and "expert", and `gate_logits` [B, S, E]. Kernels may
-  also be sharded over "fsdp", and over "tensor" along the inner size. The
-  output is sharded over "tensor" along H.
+@functools.cache
+def _ep_group(mesh: Mesh, axis_name: str, num_experts: int, backend: str):
+  """Connects the EP shards of a mesh, once for all layers and batch shapes."""
+  import ep  # pylint: disable=import-outside-toplevel
+
+  return ep.ep_bootstrap(
+      mesh,
+      axis_name=axis_name,
+      data_axes=tuple(a for a in mesh.axis_names if a != axis_name),
+      num_experts=num_experts,
+      top_k=1,
+      backend=backend,
+  )
+'''
+
+_DISPATCH = """\
+      ep_handle = None
+      if num_ep > 1 and self.config.jax_ep_backend:
+        import ep  # pylint: disable=import-outside-toplevel
+
+        cfg, axis = self.config, self._expert_parallelism_name
+        group = _ep_group(self.mesh, axis, cfg.num_experts, cfg.jax_ep_backend)
+        rows, factor = x.shape[0], cfg.ragged_buffer_factor
+        capacity = self.get_ragged_buffer_size(
+            rows, num_ep, cfg.num_experts, cfg.num_experts_per_tok, factor
+        )
+        if not is_batch_sharded_by_expert:
+          # All EP shards have the same rows; each sends every num_ep-th row.
+          is_own = jnp.arange(rows) % num_ep == expert_shard_id
+          selected_experts = jnp.where(is_own, selected_experts, -1)
+          capacity = rows
+        capacity = max(capacity, group.num_local_experts)
+        policy = "drop" if factor > 0.0 else "error"
+        layer = ep.EpLayerConfig(
+            group, recv_capacity_per_rank=capacity, overflow=policy
+        )
+        row_weights = jnp.ravel(weights)[sorted_selected_experts][:, None]
+        ep_handle = ep.ep_prepare(layer, selected_experts[:, None], row_weights)
+        x, _ = ep.ep_dispatch(ep_handle, x, row_weights)
+        group_sizes = ep_handle.group_sizes
+        experts = jnp.arange(group_sizes.size)
+        selected_experts = jnp.repeat(
+            experts, group_sizes, total_repeat_length=x.shape[0]
+        )
+      elif num_ep > 1:
+"""
+
+_COMBINE = """\
+      if route_metadata.ep_handle is not None:
+        import ep  # pylint: disable=import-outside-toplevel
+
+        output = ep.ep_combine(route_metadata.ep_handle, intermediate_output)
+        if not is_batch_sharded_by_expert:
+          output = jax.lax.psum(output, self._expert_parallelism_name)
+        return output
+"""
+
+_OPTION = """\
+  jax_ep_backend: str = Field("", description='Use jax_ep: "host" or "xla".')
+"""
+
+_REFUSAL = """\
+      if self.jax_ep_backend:
+        if self.use_ring_of_experts or not self.sparse_matmul:
+          raise ValueError("jax_ep_backend needs sparse_matmul, and no ring.")
+"""
+
+
+def _find(tree: ast.AST, kind: type[ast.AST], text: str) -> Any:
+  """Returns the only node of `kind` in `tree` with the line `text`.
 
   Raises:
-    ValueError: the recipe does not support the model; see `refuse`.
+    ValueError: there is no such node, or more than one.
   """
-  refuse(config, pre_bias_logits is not None)
-  group, top_k = layer.group, layer.top_k
-  topk_weights, topk_idx = get_topk(gate_logits, pre_bias_logits, top_k)
-  tokens, inner = P(group.token_axes), P("expert", None, "tensor")
-  row = P("expert", "tensor")
-  # The kernels' specs leave out "fsdp", so XLA gathers the kernels before the
-  # `shard_map`.
-  output = jax.shard_map(
-    lambda *args: _of_rank(layer, *args),
-    mesh=group.mesh,
-    in_specs=(tokens, tokens, tokens, (inner, inner, row), row),
-    out_specs=P(group.token_axes, None, "tensor"),
-    check_vma=False,
-  )(
-    inputs,
-    topk_idx,
-    topk_weights,
-    (w0_kernel, w1_kernel, wo_kernel),
-    (w0_bias, w1_bias, wo_bias),
+  nodes = (n for n in ast.walk(tree) if isinstance(n, kind))
+  # Decorators are lines above `text`.
+  found = [n for n in nodes if f"\n{text}" in f"\n{ast.unparse(n)}"]
+  if len(found) != 1:
+    raise ValueError(
+      f"{len(found)} places in MaxText's code begin with {text!r}, but this"
+      " program needs exactly one. docs/howto/other_frameworks.md names the"
+      " commit of MaxText that the program was tested with."
+    )
+  return found[0]
+
+
+def moe(tree: ast.Module) -> list[tuple[int, int, str]]:
+  """Returns the edits of layers/moe.py: lines [first, last) become a text."""
+  route, back, _ = (
+    _find(tree, ast.FunctionDef, f"def {name}({arguments}):")
+    for name, arguments in _FUNCTIONS.items()
   )
-  # MaxText counts an expert's choices per token; ep divides them by top_k.
-  lb_loss = top_k * ep.sequence_balancing_loss(gate_logits, topk_idx)
-  load = jnp.bincount(topk_idx.ravel(), length=group.num_experts)
-  no_bias = ep.moe.State(jnp.zeros(group.num_experts))
-  bias_updates = no_bias.after(load, config.routed_bias_update_rate).bias
-  return output, config.load_balance_loss_weight * lb_loss, bias_updates
+  _find(route, ast.Assign, f"{_PERMUTED} = self.permute(")
+  metadata = _find(tree, ast.ClassDef, "class RouteMetadata:").end_lineno
+  exchange = _find(route, ast.If, "if num_ep > 1:").lineno
+  result = _find(route, ast.Call, "RouteMetadata(").keywords[-1].end_lineno
+  first = back.body[1].lineno - 1  # after the docstring
+  return [
+    (metadata, metadata, _GROUP),
+    (exchange - 1, exchange, _DISPATCH),
+    (result, result, "              ep_handle=ep_handle,\n"),
+    (first, first, _COMBINE),
+  ]
 
 
-def refuse(config: Any, has_pre_bias_logits: bool) -> None:
-  """Raises `ValueError` for a model that this recipe does not support.
-
-  Args:
-    config: MaxText's configuration; the error names the field.
-    has_pre_bias_logits: whether `pre_bias_logits` were passed. MaxText passes
-      them if `model_name` begins with "deepseek3".
-  """
-  block = config.decoder_block.value
-  is_deepseek = block == "deepseek"
-  is_refused = {
-    "decoder_block": block not in _BLOCKS,
-    "model_name": is_deepseek != has_pre_bias_logits,
-    "routed_score_func": is_deepseek
-    and config.routed_score_func not in ("sigmoid", "sqrtsoftplus"),
-    "routed_scaling_factor": is_deepseek and config.routed_scaling_factor != 1,
-    "n_routing_groups": is_deepseek and config.n_routing_groups != -1,
-    "use_random_routing": config.use_random_routing,
-    "mlp_activations": config.mlp_activations[0] != "silu",
-    "mlp_activations_limit": is_deepseek and config.mlp_activations_limit > 0,
-    "quantization": bool(config.quantization),
-  }
-  for field, refused in is_refused.items():
-    if refused:
-      raise ValueError(
-        f"MaxText's {field} = {getattr(config, field)!r} changes its results,"
-        " but not those of this recipe; keep MaxText's own sparse_matmul for"
-        " this model."
-      )
+def types(tree: ast.Module) -> list[tuple[int, int, str]]:
+  """Returns the edits of configs/types.py; see `moe`."""
+  option = _find(tree, ast.AnnAssign, "use_ring_of_experts: bool").end_lineno
+  call = "self.validate_ragged_buffer_factor()"
+  check = _find(tree, ast.Expr, call).end_lineno
+  return [(option, option, _OPTION), (check, check, _REFUSAL)]
 
 
-def _of_rank(layer, inputs, topk_idx, topk_weights, kernels, biases):
-  """Dispatches, applies the experts, and combines, on one rank."""
-  handle = ep.ep_prepare(layer, topk_idx, topk_weights)
-  rows, row_weights = ep.ep_dispatch(handle, inputs, topk_weights)
-  ids = row_experts(handle)
-
-  def product(rows, i):
-    return ep.grouped_matmul(rows, kernels[i], handle.group_sizes)
-
-  def biased(rows, i):
-    return rows if biases[i] is None else rows + biases[i][ids]
-
-  gate = jax.nn.silu(biased(product(rows, 0), 0))
-  out = product(gate * biased(product(rows, 1), 1), 2)
-  out = lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)
-  return ep.ep_combine(handle, biased(out, 2), weights=row_weights)
+def diff(checkout: pathlib.Path) -> str:
+  """Returns the unified diff for a checkout of MaxText."""
+  diffs = []
+  for name, edits in (("layers/moe.py", moe), ("configs/types.py", types)):
+    path = f"src/maxtext/{name}"
+    source = (checkout / path).read_text()
+    old = source.splitlines(keepends=True)
+    new = list(old)
+    for first, last, text in sorted(edits(ast.parse(source)), reverse=True):
+      new[first:last] = text.splitlines(keepends=True)
+    diffs += difflib.unified_diff(old, new, f"a/{path}", f"b/{path}", n=1)
+  return "".join(diffs)
 
 
-def row_experts(handle: ep.EpHandle) -> jax.Array:
-  """Returns the local expert of each row, int32 [C].
-
-  Padding rows have the expert of their segment, and tail rows the last expert.
-  `ep_combine` does not read these rows.
-  """
-  return jnp.repeat(
-    jnp.arange(handle.layer.num_local_experts, dtype=jnp.int32),
-    handle.group_sizes,
-    total_repeat_length=handle.capacity,
-  )
-
-
-def get_topk(
-  gate_logits: jax.Array, pre_bias_logits: jax.Array | None, top_k: int
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the weights and the ids [B, S, K] of the experts of each token.
-
-  With `pre_bias_logits`, the router is DeepSeek-V3's: it chooses experts by
-  `gate_logits`, which are biased scores, and weighs them by unbiased scores.
-  """
-  # Not `lax.top_k`: outside of `shard_map`, XLA would gather its operand.
-  topk_idx, topk_weights = ep.route_topk(gate_logits, top_k)
-  if pre_bias_logits is None:
-    return topk_weights, topk_idx
-  scores = jnp.take_along_axis(pre_bias_logits, topk_idx, axis=-1)
-  return scores / scores.sum(axis=-1, keepdims=True), topk_idx
+if __name__ == "__main__":
+  print(diff(pathlib.Path(sys.argv[1])), end="")

@@ -184,20 +184,30 @@ def test_move_reorders_empty_slots_with_the_experts():
     assert_same_bits(cut(whole(back)), params)
 
 
+def two_products(segments, params, rows):
+  return segments.matmul(
+    segments.matmul(rows, params["w_up"]), params["w_down"]
+  )
+
+
 def test_moe_layer_reads_no_matrix_of_an_empty_slot():
   params, x, _ = arrays()
   rng = np.random.default_rng(1)
   idx = rng.permuted(np.tile(np.arange(E), (TOKENS, 1)), axis=1)[:, :K]
   weights = rng.random((TOKENS, K), np.float32)
-  outs = []
-  for axes in without_ep(EP4), EP4:
-    mesh = make_mesh(axes)
-    with ep.ep_bootstrap(mesh, num_experts=E, backend=BACKEND) as group:
+
+  def outputs(axes):
+    with ep.ep_bootstrap(
+      make_mesh(axes), num_experts=E, backend=BACKEND
+    ) as group:
       layer = ep.EpLayerConfig(group, top_k=K)
       nan = np.full((group.num_expert_slots - E, H, F), np.nan, np.float32)
       up = np.concatenate([params["w_up"], nan])
       matrices = dict(w_up=up, w_down=up.swapaxes(1, 2))
       ids, *args, matrices = put_moe(layer, idx, x, weights, matrices)
-      run = jax.jit(functools.partial(ep.moe_layer, layer))
-      outs.append(whole(run(args[0], ids, args[1], **matrices)))
-  check_same(outs[1], outs[0])
+      run = functools.partial(ep.moe_layer, layer, args[0], ids, args[1])
+      out = jax.jit(run)(**matrices)
+      own = functools.partial(run, experts=two_products)
+      return whole((out, jax.jit(own)(params=matrices)))
+
+  check_same(outputs(EP4), outputs(without_ep(EP4)))

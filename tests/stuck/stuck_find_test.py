@@ -133,6 +133,27 @@ def test_a_record_of_another_process_is_not_taken():
   assert "theirs" not in [r.group for process in found for r in process.records]
 
 
+def test_a_header_that_mixes_two_texts_is_read_again(monkeypatch):
+  """One read may return the number of a text and the size of an older text."""
+  text, pread = record(group="complete"), os.pread
+  older, newer = (memory(text, n, size=s) for n, s in ((2, 5), (4, None)))
+  file = os.memfd_create("ep_status")
+  os.write(file, older)
+
+  def mix(descriptor, count, at):
+    if count == len(newer) - len(text) and pread(file, 16, 0) == older[:16]:
+      os.pwrite(file, newer, 0)
+      return newer[:16] + older[16:count]
+    return pread(descriptor, count, at)
+
+  monkeypatch.setattr(os, "pread", mix)
+  try:
+    (process,) = stuck.find([os.getpid()])
+  finally:
+    os.close(file)
+  assert [r.group for r in process.records] == ["complete"]
+
+
 def test_a_process_is_found_while_it_opens_and_closes_files():
   is_done = threading.Event()
 

@@ -120,8 +120,8 @@ def moe_layer(
       each call compiles. With `overflow="chunk"`, the function must not close
       over values that are differentiated.
     params: a pytree of float arrays whose first axis is the rank's L experts in
-      the local view, and all E experts in the global view, sharded over the EP
-      axis. Broadcast a parameter that experts share.
+      the local view, and the P * L experts of all ranks in the global view,
+      sharded over the EP axis. Broadcast a parameter that experts share.
     return_handle: whether to also return the handle, for `ep.describe` or more
       ops with the same routing. With `overflow="chunk"` it is the handle of one
       exchange of all tokens. If its `max_recv_tokens` exceeds its `capacity`,
@@ -224,11 +224,16 @@ def _check_lead(op: str, routed: Sequence[jax.Array]) -> tuple[int, ...]:
   return shapes.pop()
 
 
+def _num_slots(view: views.View) -> int:
+  """Returns the length of the axis of experts, empty slots included."""
+  group = view.group
+  return group.num_local_experts if view.is_local else group.num_expert_slots
+
+
 def _check_matrices(
   view: views.View, tokens: jax.Array, params: dict[str, jax.Array]
 ) -> None:
-  op, group = view.op, view.group
-  experts = group.num_local_experts if view.is_local else group.num_expert_slots
+  op, experts = view.op, _num_slots(view)
   hidden, inner = tokens.shape[-1], params["w_up"].shape[-1]
   for name, matrices in params.items():
     shape = (experts, hidden, inner)
@@ -250,8 +255,7 @@ def _check_matrices(
 
 def _check_params(view: views.View, tokens: jax.Array, params: Any) -> None:
   del tokens
-  op, group = view.op, view.group
-  experts = group.num_local_experts if view.is_local else group.num_experts
+  op, experts = view.op, _num_slots(view)
   for path, x in jax.tree.leaves_with_path(params):
     name = "params" + jax.tree_util.keystr(path)
     if not jnp.issubdtype(x.dtype, jnp.floating):

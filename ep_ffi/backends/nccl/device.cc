@@ -142,8 +142,10 @@ bool Device::TakeReport(int32_t i, uint64_t ticket, Outcome* out) const {
 }
 
 Progress Device::ReadProgress() const {
-  return {__atomic_load_n(&progress_->begun, __ATOMIC_RELAXED),
-          __atomic_load_n(&progress_->ended, __ATOMIC_RELAXED)};
+  // The caller may read stamps of ended ops next, which kernels have written
+  // before these counters. Arm would otherwise read the stamps first.
+  return {__atomic_load_n(&progress_->begun, __ATOMIC_ACQUIRE),
+          __atomic_load_n(&progress_->ended, __ATOMIC_ACQUIRE)};
 }
 
 Status Device::CountFreeBytes(int64_t* out) const {

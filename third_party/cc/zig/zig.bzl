@@ -34,7 +34,8 @@ def _zig_config_impl(ctx):
             _flags("sanitize", every, ["-fno-sanitize=undefined"]),
             _flags("opt", ALL_CC_COMPILE_ACTION_NAMES, ["-O2", "-DNDEBUG"]),
             _flags("dbg", ALL_CC_COMPILE_ACTION_NAMES, ["-g"]),
-            _flags("shared", [ACTION_NAMES.cpp_link_dynamic_library], ["-shared"]),
+            # Zig's C++ library has debug information.
+            _flags("shared", [ACTION_NAMES.cpp_link_dynamic_library], ["-shared", "-Wl,-S"]),
             feature(name = "supports_pic", enabled = True),
         ],
         target_cpu = ctx.attr.target.split("-")[0],

@@ -30,7 +30,7 @@ class Batch {
   // all chunks have run. Only this caller may call the methods below.
   bool Work();
 
-  Exchange& exchange() { return *exchange_; }
+  const ExchangePtr& exchange() const { return exchange_; }
   // Returns the first failure, whose message names the op.
   Status status();
 

@@ -167,7 +167,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
     if (!complete) return;
     // A worker runs the exchange and holds `self`, since the completed calls
     // may drop all other references. The progress thread must not drop the last
-    // one: ~Peers joins the progress thread. If `self` is null, ~Exchanges
+    // one: ~Exchanges joins the progress thread. If `self` is null, ~Exchanges
     // waits for the progress thread, which then runs the exchange.
     std::shared_ptr<Exchanges> self = weak_from_this().lock();
     if (!self) return Run(std::move(complete), /*executor=*/nullptr, kNoRank);
@@ -228,7 +228,7 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
   if (!compared.ok()) {
     TraceFailure(*exchange, compared);
     FailRunEverywhere(exchange->key.site_id, exchange->key.run_id, compared);
-    return Finish(*exchange, compared, own);
+    return Finish(exchange, compared, own);
   }
   exchange->complete_at = trace_.Time();
   const auto batch = std::make_shared<Batch>(std::move(exchange));
@@ -238,8 +238,8 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
     if (!batch->Work()) return;
     const Status status = batch->status();
     if (!status.ok()) {
-      const Key& key = batch->exchange().key;
-      TraceFailure(batch->exchange(), status);
+      const Key& key = batch->exchange()->key;
+      TraceFailure(*batch->exchange(), status);
       FailRunEverywhere(key.site_id, key.run_id, status);
     }
     Finish(batch->exchange(), status, own);
@@ -251,22 +251,28 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
   work(own);
 }
 
-void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
-  if (!status.ok() && exchange.FirstLocalRank() != kNoRank) {
+void Exchanges::Finish(const ExchangePtr& exchange, const Status& status,
+                       int32_t own) {
+  if (!status.ok() && exchange->FirstLocalRank() != kNoRank) {
     MutexLock lock(mutex_);
     outcomes_.ReportError();
   }
-  if (status.ok() && exchange.complete_at > 0) TraceEnd(exchange);
-  for (size_t r = 0; r < exchange.parts.size(); ++r) {
-    Part& part = exchange.parts[r];
+  if (status.ok() && exchange->complete_at > 0) TraceEnd(*exchange);
+  // The worker takes `done` from the exchange and destroys it: `done` may own
+  // this object, which the progress thread must not destroy. Moving `done` into
+  // the task would not do, because a moved std::function of libc++ may keep its
+  // target.
+  const auto complete = [exchange, status](size_t rank) {
+    std::exchange(exchange->parts[rank].done, nullptr)(status);
+  };
+  for (size_t r = 0; r < exchange->parts.size(); ++r) {
+    const Part& part = exchange->parts[r];
     if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
-    // Moves `done` to the worker: `done` may own this object, which the
-    // progress thread must not destroy.
     if (part.done && static_cast<int32_t>(r) != own) {
-      workers_.Run([done = std::move(part.done), status] { done(status); });
+      workers_.Run([complete, r] { complete(r); });
     }
   }
-  if (own != kNoRank) std::exchange(exchange.parts[own].done, nullptr)(status);
+  if (own != kNoRank) complete(own);
 }
 
 // ---- Names of launches
@@ -366,7 +372,7 @@ void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
       notify(run_id, status);
     });
   }
-  for (const ExchangePtr& e : failed) Finish(*e, status);
+  for (const ExchangePtr& e : failed) Finish(e, status);
 }
 
 void Exchanges::TraceEnd(const Exchange& exchange) {
@@ -417,7 +423,7 @@ void Exchanges::FailPending(const Status& reason, Match match) {
   for (const ExchangePtr& e : failed) {
     const int32_t rank = e->FirstLocalRank();
     if (rank == kNoRank) {  // no call of this process waits
-      Finish(*e, reason);
+      Finish(e, reason);
       continue;
     }
     const Key& key = e->key;
@@ -428,7 +434,7 @@ void Exchanges::FailPending(const Status& reason, Match match) {
       TraceLeft(e->parts[rank].op, key.domain, e.get(), status);
     }
     FailRunEverywhere(key.site_id, key.run_id, status);
-    Finish(*e, status);
+    Finish(e, status);
   }
 }
 

@@ -71,6 +71,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   static std::shared_ptr<Exchanges> Create(Options options,
                                            std::unique_ptr<Peers> peers);
+  // Joins the progress thread, which uses the members, `peers_` included. The
+  // unique_ptr of libc++ is already null when it calls ~Peers.
+  ~Exchanges() { peers_->Stop(); }
 
   // Posts the contribution of a local rank. Calls `call.done` exactly once.
   void Post(const Call& call, int32_t domain, int32_t rank,
@@ -129,8 +132,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Completes the calls of the local ranks, and releases the peers' segments. A
   // completed call resumes a program, which may block. So this thread completes
   // only the call of `own`, and workers complete the other calls.
-  void Finish(Exchange& exchange, const Status& status, int32_t own = kNoRank)
-      EP_EXCLUDES(mutex_);
+  void Finish(const ExchangePtr& exchange, const Status& status,
+              int32_t own = kNoRank) EP_EXCLUDES(mutex_);
 
   // ---- Names of launches, which differ between processes
 
@@ -197,8 +200,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   SharedText progress_ EP_GUARDED_BY(mutex_);
   Trace trace_;
   Workers workers_;
-  // Last, because ~Peers joins a thread that uses the other members.
-  std::unique_ptr<Peers> peers_;
+  const std::unique_ptr<Peers> peers_;
 };
 
 }  // namespace ep::host

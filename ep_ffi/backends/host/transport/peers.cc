@@ -127,12 +127,13 @@ void Peers::Start(Callbacks callbacks) {
   progress_ = std::thread([this] { Progress(); });
 }
 
-Peers::~Peers() {
-  if (progress_.joinable()) {
-    const uint64_t one = 1;
-    (void)!write(stop_.get(), &one, sizeof(one));
-    progress_.join();
-  }
+Peers::~Peers() { Stop(); }
+
+void Peers::Stop() {
+  if (!progress_.joinable()) return;
+  const uint64_t one = 1;
+  (void)!write(stop_.get(), &one, sizeof(one));
+  progress_.join();
 }
 
 Status Peers::Acquire(size_t bytes, const std::vector<int32_t>& readers,

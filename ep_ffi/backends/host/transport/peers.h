@@ -55,7 +55,7 @@ class Peers {
   // Connects every pair of processes. See Handshake for `listener`.
   static Status Connect(Topology topology, int listener, double timeout_s,
                         double tick_s, std::unique_ptr<Peers>* out);
-  // Joins the progress thread, which must not destroy this object.
+  // Stops, unless `Stop` was called.
   ~Peers();
 
   const Topology& topology() const { return topology_; }
@@ -64,6 +64,9 @@ class Peers {
 
   // Begins to receive messages, including messages that were sent before.
   void Start(Callbacks callbacks);
+  // Joins the progress thread, which must not call this method. No callback
+  // runs afterwards.
+  void Stop();
 
   // Acquires a segment of at least `bytes` for these readers. Announces a new
   // segment to all processes.

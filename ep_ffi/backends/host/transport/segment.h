@@ -67,7 +67,9 @@ struct Segment {
 // memory, so the peak memory grows with the ops in flight.
 //
 // Thread-safe. The lock guards the sets of segments and their readers, but not
-// the rows in the segments.
+// the rows in the segments. Messages order the accesses to rows, on Arm as
+// well, because the kernel locks a socket's queue: a process sends kPost after
+// it has written the rows, and a reader sends kRelease after it has read them.
 class SegmentPool {
  public:
   // Returns a free or a new segment of at least `bytes`. Each of `readers`

@@ -19,6 +19,10 @@ void SharedText::Write(const std::string& text) {
   auto* header = reinterpret_cast<Header*>(memory_.data());
   const uint64_t number = header->number.load(std::memory_order_relaxed) + 1;
   const size_t buffer = number % 2;
+  // The buffer has the text before the last. A reader that sees a byte of the
+  // new text must also see that the last call changed the number. Processors
+  // such as Arm's would let the bytes overtake the number.
+  std::atomic_thread_fence(std::memory_order_release);
   std::memcpy(memory_.data() + sizeof(Header) + buffer * max_bytes_,
               text.data(), text.size());
   header->bytes[buffer] = text.size();
