@@ -258,7 +258,7 @@ def train(
     The state, and, on the first process, a record of each step.
   """
   state, records, folder = init(cfg, mesh), [], None
-  snapshots = launch.Snapshots()
+  snapshots = ep.Snapshots()
   _, snapshot = snapshots.restore(state) or (0, None)
   if out:
     folder = RunFolder(out, dataclasses.asdict(cfg) | {"text": text.digest})

@@ -26,23 +26,9 @@ Only `initialize` touches JAX devices, because a launching process must not
 occupy the devices of its ranks.
 """
 
-import typing as _typing
-
 from ep._src.base import public as _public
 from ep.launch._initialize import initialize as initialize
 from ep.launch._initialize import inside_launcher as inside_launcher
 from ep.launch._launch import launch as launch
 
-__all__ = list(_public.names(globals()) + ["Snapshots"])
-
-if _typing.TYPE_CHECKING:
-  from ep.launch._snapshots import Snapshots as Snapshots
-else:
-
-  def __getattr__(name: str) -> _typing.Any:
-    if name == "Snapshots":  # lazily, because a launcher does not import JAX
-      from ep.launch import _snapshots
-
-      _snapshots.Snapshots.__module__ = __name__
-      return _snapshots.Snapshots
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = list(_public.names(globals()))

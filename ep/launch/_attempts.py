@@ -12,8 +12,8 @@ import re
 import sys
 
 from ep._src.base import processes
+from ep._tools.snapshots import memory as snapshots
 from ep.launch import _hosts as hosts
-from ep.launch import _memory as snapshots
 from ep.launch import _supervision as supervision
 
 _COORDINATOR = str(pathlib.Path(__file__).parent / "_coordinator.py")
@@ -78,7 +78,9 @@ class Job:
 
       passed = [snapshots.Passed({}, ())] * len(places)
       if self.memory:
-        passed = self.memory.begin(share)
+        own = range(share.first, share.first + share.ranks)
+        copied = range(share.copied, share.copied + share.copies)
+        passed = self.memory.begin(share.restart, own, copied)
       ranks = [
         start(
           f"rank_{rank}",

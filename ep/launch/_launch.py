@@ -17,10 +17,10 @@ import time
 
 from ep._src.base import arguments
 from ep._src.native import gpus
+from ep._tools.snapshots import memory as snapshots
 from ep.launch import _attempts as attempts
 from ep.launch import _hosts as hosts
 from ep.launch import _limits as limits
-from ep.launch import _memory as snapshots
 from ep.launch import _restarts as restarts
 
 

@@ -8,7 +8,7 @@ file.
 from collections.abc import Callable
 import contextlib
 import pathlib
-from typing import assert_type
+from typing import Any, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +212,13 @@ def ranks() -> int:
     launch.initialize()
     return 0
   return launch.launch(["train.py"], num_processes=4, timeout_s=60.0)
+
+
+def keep(state: ep.moe.State) -> None:
+  snapshots = ep.Snapshots()
+  snapshots.take(3, state)
+  snapshots.wait()
+  assert_type(snapshots.restore(state), tuple[int, Any] | None)
 
 
 def conformance() -> None:

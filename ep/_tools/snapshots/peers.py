@@ -20,7 +20,7 @@ import socketserver
 import threading
 from typing import Any
 
-from ep.launch import _memory as memory
+from ep._tools.snapshots import memory
 
 _TIMEOUT_S = 60.0  # without a byte
 _LINE = 1 << 26  # limit of a line

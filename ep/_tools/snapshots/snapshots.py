@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
 import itertools
@@ -18,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import compat
-from ep.launch import _memory as memory
-from ep.launch import _peers as peers
+from ep._tools.snapshots import memory, peers
 
 _POLL_S = 0.02
+_END_S = 10.0  # limit for a snapshot at the end of the process
 _AGREE_S = 120.0  # limit for the other ranks to check the snapshots
 _FOLDER = "ep/snapshot/"  # in the job's key-value store
 
@@ -29,7 +30,7 @@ _FOLDER = "ep/snapshot/"  # in the job's key-value store
 class Snapshots:
   """Snapshots of a state, from which a job goes on after a rank has died.
 
-      snapshots = ep.launch.Snapshots()
+      snapshots = ep.Snapshots()
       found = snapshots.restore(state)  # the first state of a run
       done, state = found or (0, state)
       for step in range(done + 1, last + 1):
@@ -60,6 +61,8 @@ class Snapshots:
       self._serve(self._files)
     self._thread: threading.Thread | None = None
     self._error: Exception | None = None
+    self._is_ending = False
+    atexit.register(self._end)
     self._last: int | None = None  # step of the last snapshot
 
   def _serve(self, files: memory.Inherited) -> None:
@@ -109,6 +112,12 @@ class Snapshots:
       error, self._error = self._error, None
       raise error
 
+  def _end(self) -> None:
+    """Lets the thread end before Python does, also if other ranks are gone."""
+    self._is_ending = True
+    if self._thread:
+      self._thread.join(_END_S)
+
   def restore(self, like: Any) -> tuple[int, Any] | None:
     """Returns the newest snapshot that all ranks completed, and its step.
 
@@ -131,7 +140,7 @@ class Snapshots:
     if differing := sorted(named.keys() ^ source.chunks.keys()):
       where = "tree" if differing[0] in named else "snapshot"
       raise ValueError(
-        "ep.launch.Snapshots: the snapshot is of another tree: only the"
+        "ep.Snapshots: the snapshot is of another tree: only the"
         f" {where} has {differing[0]}; restore the tree that was taken."
       )
     arrays = [source.array(name, leaf) for name, leaf in named.items()]
@@ -191,7 +200,8 @@ class Snapshots:
     self, file: memory.File, step: int, names: list[str], copies: list[Any]
   ) -> None:
     try:
-      self._wait_for_all(self._last)
+      if not self._wait_for_all(self._last):
+        return
       chunks, arrays = [], []
       for name, leaf in zip(names, copies, strict=True):
         for shard in leaf.addressable_shards:
@@ -222,13 +232,16 @@ class Snapshots:
     except Exception as error:
       self._error = error
 
-  def _wait_for_all(self, step: int | None) -> None:
-    """Waits until all ranks have completed the snapshot of a step."""
+  def _wait_for_all(self, step: int | None) -> bool:
+    """Waits for all ranks to complete a step; False if this one ends first."""
     while self._client and step is not None:
       done = self._client.key_value_dir_get(_FOLDER + "done")
       if sum(int(text) >= step for _, text in done) == self._ranks:
-        return
+        break
+      if self._is_ending:
+        return False
       time.sleep(_POLL_S)
+    return True
 
 
 class _Chunk(NamedTuple):
@@ -266,7 +279,7 @@ class _Source:
     sides = [*zip(like.shape, first.shape, strict=False)]
     if not is_same or sum(ours != theirs for ours, theirs in sides) > 1:
       raise ValueError(
-        f"ep.launch.Snapshots: {name} is {first.dtype}{[*first.shape]} in the"
+        f"ep.Snapshots: {name} is {first.dtype}{[*first.shape]} in the"
         f" snapshot, but {like.dtype}{[*like.shape]} here; only one dimension"
         " may differ, by zeros."
       )
@@ -301,7 +314,7 @@ class _Source:
         cut[tuple(map(slice, kept))] = 0
         if np.any(cut):
           raise ValueError(
-            f"ep.launch.Snapshots: {name} has the shape {[*like.shape]} here,"
+            f"ep.Snapshots: {name} has the shape {[*like.shape]} here,"
             f" but the snapshot has {[*chunk.shape]}, and not only zeros beyond"
             " that shape."
           )
@@ -337,7 +350,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     is_array = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
     if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       raise TypeError(
-        f"ep.launch.Snapshots: {name} is a {type(leaf).__name__} of no fixed"
+        f"ep.Snapshots: {name} is a {type(leaf).__name__} of no fixed"
         " bytes; pass arrays, and the jax.random.key_data of keys."
       )
     yield name, leaf

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+import ep
 from ep import launch
-from ep.launch import _hosts as hosts
-from ep.launch import _memory as memory
+from ep._tools.snapshots import memory
 import programs
 
 _CASES = {
@@ -51,11 +51,11 @@ class Launcher:
 
   def start(self):
     """Returns the snapshots of a new rank."""
-    share = hosts.Share(next(self._restarts), first=0, ranks=1, total=1)
-    ((env, fds),) = self.memory.begin(share)
+    restart = next(self._restarts)
+    ((env, fds),) = self.memory.begin(restart, range(1), range(0))
     self._monkeypatch.setenv(memory.VARIABLE, env[memory.VARIABLE])
     assert json.loads(env[memory.VARIABLE])["own"] in fds
-    return launch.Snapshots()
+    return ep.Snapshots()
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_leaves_are_arrays(launcher):
 
 def test_without_a_launcher_nothing_is_kept(monkeypatch):
   monkeypatch.delenv(memory.VARIABLE, raising=False)
-  snapshots = launch.Snapshots()
+  snapshots = ep.Snapshots()
   snapshots.take(1, {})
   assert snapshots.restore({}) is None
 
@@ -224,6 +224,8 @@ def test_the_memory_is_private_and_sealed(launcher):
 
 _PROGRAM = """
 import os, signal
+import ep
+import ep
 from ep import launch
 launch.initialize()
 import jax
@@ -239,7 +241,7 @@ state = jax.jit(
   lambda: {"w": jnp.arange(12.0), "n": jnp.int32(0)}, out_shardings=state
 )()
 step = jax.jit(lambda s: {"w": s["w"] * 1.25 + 1, "n": s["n"] + 1})
-snapshots = launch.Snapshots()
+snapshots = ep.Snapshots()
 done, state = snapshots.restore(state) or (0, state)
 print("begins after", done, "of", jax.process_count())
 restart = int(os.environ["EP_LAUNCH_RESTART"])
@@ -266,7 +268,7 @@ def _check_result(folder, output, ranks):
   for rank in range(ranks):
     log = (folder / "restart_2" / f"rank_{rank}.log").read_text()
     done = int(re.search(rf"begins after (\d+) of {ranks}", log)[1])
-    assert done in (18, 21)  # a killed rank may not have finished step 21
+    assert done in (18, 21, 24)  # ranks die some milliseconds after step 22
     found += [float.fromhex(x) for x in re.findall(r"'(0x\S+)'", log)]
   np.testing.assert_array_equal(np.float32(found), want)
   assert re.search(

@@ -30,8 +30,6 @@ import struct
 from typing import Any, NamedTuple
 import zlib
 
-from ep.launch import _hosts as hosts
-
 VARIABLE = "EP_LAUNCH_SNAPSHOTS"
 
 _ENTRY = struct.Struct("=8sqqqqII")  # see Generation; the last is a checksum
@@ -139,34 +137,38 @@ class Memory:
   def __init__(self) -> None:
     self._attempts: dict[int, dict[int, File]] = {}  # by restart and rank
 
-  def begin(self, share: hosts.Share) -> list[Passed]:
-    """Makes files for an attempt; returns what each rank of this host gets."""
-    for restart in sorted(self._attempts, reverse=True):
-      files = self._attempts[restart].values()
+  def begin(self, restart: int, own: range, copied: range) -> list[Passed]:
+    """Makes files for an attempt; returns what each rank of this host gets.
+
+    Args:
+      restart: the number of restarts so far.
+      own: the ranks of this host.
+      copied: the ranks of another host, of which this host keeps copies.
+    """
+    for earlier in sorted(self._attempts, reverse=True):
+      files = self._attempts[earlier].values()
       if any(len(file.generations()) == 2 for file in files):
-        self._close(restart)  # no restart needs the attempts before
+        self._close(earlier)  # no restart needs the attempts before
         break
     old = [
-      (restart, [(rank, file.fd) for rank, file in files.items()])
-      for restart, files in self._attempts.items()
+      (earlier, [(rank, file.fd) for rank, file in files.items()])
+      for earlier, files in self._attempts.items()
     ]
-    own = range(share.first, share.first + share.ranks)
-    copied = range(share.copied, share.copied + share.copies)
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     new = {r: os.memfd_create("ep_snapshot", flags) for r in (*own, *copied)}
     for fd in new.values():
       os.fchmod(fd, 0o600)
-    self._attempts[share.restart] = {r: File(fd) for r, fd in new.items()}
+    self._attempts[restart] = {r: File(fd) for r, fd in new.items()}
     passed = []
     for place, rank in enumerate(own):
-      copies = [(r, new[r]) for r in copied[place :: share.ranks]]
+      copies = [(r, new[r]) for r in copied[place :: len(own)]]
       fields = {
-        "restart": share.restart,
+        "restart": restart,
         "own": new[rank],
         "copies": copies,
         "old": old,
         "place": place,
-        "places": share.ranks,
+        "places": len(own),
       }
       fds = [
         new[rank],
