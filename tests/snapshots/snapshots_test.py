@@ -223,7 +223,7 @@ def test_the_memory_is_private_and_sealed(launcher):
 
 
 _PROGRAM = """
-import os, signal
+import os, signal, time
 import ep
 import ep
 from ep import launch
@@ -252,6 +252,7 @@ for n in range(done + 1, 31):
   for victim, *place in KILLED:
     if place == [restart, n, jax.process_index()]:
       os.kill(victim(), signal.SIGKILL)
+      time.sleep(60)  # the kernel kills this rank after its launcher
   multihost_utils.sync_global_devices("a step")
 assert int(state["n"]) == 30
 parts = [np.asarray(s.data) for s in state["w"].addressable_shards]
@@ -268,7 +269,7 @@ def _check_result(folder, output, ranks):
   for rank in range(ranks):
     log = (folder / "restart_2" / f"rank_{rank}.log").read_text()
     done = int(re.search(rf"begins after (\d+) of {ranks}", log)[1])
-    assert done in (18, 21, 24)  # ranks die some milliseconds after step 22
+    assert done in (18, 21)  # a killed rank may not have finished step 21
     found += [float.fromhex(x) for x in re.findall(r"'(0x\S+)'", log)]
   np.testing.assert_array_equal(np.float32(found), want)
   assert re.search(
