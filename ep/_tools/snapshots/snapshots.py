@@ -169,8 +169,11 @@ class Snapshots:
     for peer, theirs in answers:
       for restart, rank, fields, ranks in theirs:
         generation = memory.Generation(*fields)
+        # A rank's own file and its copy may hold a step in other places.
         source = files.old.get(restart, {}).get(rank)
-        part = generation, source or peer.file(restart, rank), ranks
+        if not source or generation not in source.generations():
+          source = peer.file(restart, rank)
+        part = generation, source, ranks
         complete.setdefault((restart, generation.step), {})[rank] = part
     for (_, step), parts in sorted(complete.items(), reverse=True):
       if all(len(parts) == ranks for *_, ranks in parts.values()):
@@ -297,7 +300,7 @@ class _Source:
           )
         ]
         if all(low < high for low, high, *_ in bounds):
-          data = np.frombuffer(file.read(position, chunk.size), like.dtype)
+          data = np.frombuffer(_read(chunk, file, position), like.dtype)
           theirs = tuple(slice(lo - at, hi - at) for lo, hi, at, _ in bounds)
           ours = tuple(slice(lo - at, hi - at) for lo, hi, _, at in bounds)
           out[ours] = data.reshape(chunk.extent)[theirs]
@@ -309,7 +312,7 @@ class _Source:
         for size, at in zip(like.shape, chunk.begins, strict=True)
       ]
       if any(n < size for n, size in zip(kept, chunk.extent, strict=True)):
-        cut = np.frombuffer(file.read(position, chunk.size), like.dtype)
+        cut = np.frombuffer(_read(chunk, file, position), like.dtype)
         cut = cut.reshape(chunk.extent).copy()
         cut[tuple(map(slice, kept))] = 0
         if np.any(cut):
@@ -335,13 +338,19 @@ def _ranks_of(file: memory.File, generation: memory.Generation) -> int:
   """Returns the number of ranks of a snapshot; 0 if a part is damaged."""
   try:
     index = file.index(generation)
+    for chunk, position in _chunks(generation, index):
+      _read(chunk, file, position)
   except ValueError:
     return 0
-  holds = all(
-    zlib.crc32(file.read(position, chunk.size)) == chunk.checksum
-    for chunk, position in _chunks(generation, index)
-  )
-  return int(index["ranks"]) if holds else 0
+  return int(index["ranks"])
+
+
+def _read(chunk: _Chunk, file: memory.File, position: int) -> bytearray:
+  """Returns the bytes of a chunk; raises ValueError if they are damaged."""
+  data = file.read(position, chunk.size)
+  if zlib.crc32(data) != chunk.checksum:
+    raise ValueError(f"ep.Snapshots: {chunk.name} is damaged")
+  return data
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
