@@ -125,10 +125,10 @@ class Snapshots:
     took the snapshot, and may divide arrays otherwise.
 
     Args:
-      like: arrays, or `jax.ShapeDtypeStruct`s with shardings, with the tree,
-        shapes and dtypes of the state. One dimension of an array may be longer
-        or shorter than in the snapshot, by zeros at its end: the empty slots of
-        experts, whose number depends on the ranks.
+      like: arrays, or values of `jax.ShapeDtypeStruct` with shardings, with the
+        tree, shapes and dtypes of the state. One dimension of an array may be
+        longer or shorter than in the snapshot, by zeros at its end: the empty
+        slots of experts, whose number depends on the ranks.
 
     Raises:
       ValueError: the snapshot has another tree, shape or dtype.
