@@ -23,7 +23,7 @@ CORE = [
 TOOLS = [
   {"check"},
   {"debug", "planning"},
-  {"collectives", "huggingface", "records", "stuck", "trace"},
+  {"collectives", "huggingface", "records", "stuck", "trace", "watch"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

@@ -371,6 +371,11 @@ def distributed_process() -> int:
   return _distributed.global_state.process_id
 
 
+def distributed_count() -> int:
+  """Returns `jax.process_count()`, without initializing the devices."""
+  return _distributed.global_state.num_processes or 1
+
+
 def bind_cpu_collectives() -> None:
   """Binds XLA's CPU collectives to the interface that reaches the coordinator.
 
