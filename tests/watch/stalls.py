@@ -11,24 +11,14 @@ import signal
 import sys
 import time
 
-import conftest  # makes this process a rank
 import jax
 import numpy as np
 
+import conftest  # makes this process a rank
 import ep
 
 STALL_S = 2.0
 IS_LATE = jax.process_index() == jax.process_count() - 1
-
-
-@jax.jit
-def total(x):
-  psum = jax.shard_map(
-    lambda x: jax.lax.psum(x, "x"),
-    in_specs=conftest.PartitionSpec("x"),
-    out_specs=conftest.PartitionSpec(),
-  )
-  return psum(x)
 
 
 def load_batch(go):
@@ -67,26 +57,32 @@ def stopped(go):
 
 def main(folder, *causes):
   mesh = conftest.make_mesh({"x": jax.device_count()})
-  x = conftest.to_global(
-    np.ones(mesh.size, np.float32), mesh, conftest.PartitionSpec("x")
+  shard = conftest.PartitionSpec("x")
+  x = conftest.to_global(np.ones(mesh.size, np.float32), mesh, shard)
+  total = jax.jit(
+    jax.shard_map(
+      lambda x: jax.lax.psum(x, "x"),
+      mesh=mesh,
+      in_specs=shard,
+      out_specs=conftest.PartitionSpec(),
+    )
   )
 
   def step():
     with ep.watch.step("train") as launched:
       jax.block_until_ready(launched(total(x)))
 
-  with jax.set_mesh(mesh):
-    for cause in causes:
-      with ep.watch(stall_s=STALL_S):
-        step()
-        step()
-        if IS_LATE:
-          globals()[cause](pathlib.Path(folder) / cause)
-        step()
-    with ep.watch(stall_s=STALL_S, exit_after_s=2):
-      while True:
-        step()
-        print("stepped", flush=True)
+  for cause in causes:
+    with ep.watch(stall_s=STALL_S):
+      step()
+      step()
+      if IS_LATE:
+        globals()[cause](pathlib.Path(folder) / cause)
+      step()
+  with ep.watch(stall_s=STALL_S, exit_after_s=2):
+    while True:
+      step()
+      print("stepped", flush=True)
 
 
 main(*sys.argv[1:])

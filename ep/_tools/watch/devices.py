@@ -47,9 +47,9 @@ def _of_kernel(since: float) -> Iterator[str]:
         return
       for line in record.decode(errors="replace").splitlines():
         head, _, message = line.partition(";")
-        at = head.split(",")[2:3]
-        is_new = bool(at) and int(at[0]) >= 1e6 * since
-        if is_new and _KERNEL_ERROR.search(message):
+        if line.startswith(" ") or not _KERNEL_ERROR.search(message):
+          continue  # a line that starts with a space describes the device
+        if int(head.split(",")[2]) >= 1e6 * since:
           yield message
 
 

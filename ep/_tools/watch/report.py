@@ -41,7 +41,8 @@ def _lines(
   states: Mapping[int, str],
   fault: str,
 ) -> Iterator[str]:
-  step = min(record.finished for record in records.values())
+  # The last record of a silent process is old, but `me` is not silent.
+  step = min(r.finished for p, r in records.items() if p not in silent)
   yield (
     f"ep.watch: process {me} of {count} stands still for"
     f" {records[me].still_s:.0f} s. Step {step} is the first that some process"
@@ -56,7 +57,8 @@ def _lines(
   for (_, what, stack), found in sorted(groups.items()):
     still_s = max(silent.get(p, records[p].still_s) for p in found)
     where = _where([records[p] for p in found])
-    yield f"  {_names(found)} ({where}): {what}, for {still_s:.0f} s. Python:"
+    calls = " Python:" if stack else ""
+    yield f"  {_names(found)} ({where}): {what}, for {still_s:.0f} s.{calls}"
     yield from (f"    {_printable(line)}" for line in stack.splitlines())
   if fault:
     yield (

@@ -98,6 +98,7 @@ class Sharing:
       f"{_FOLDER}{self.me}", text, allow_overwrite=True
     )
     if not self.is_reading:
+      self.silent = {}  # of an earlier stall
       return
     found = self._client.key_value_dir_get(_FOLDER)
     records = {

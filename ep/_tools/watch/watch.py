@@ -90,6 +90,7 @@ class watch:  # noqa: N801 - used like a function
     self._has_left = True
     if error is not None:
       self._steps.raised = _text(error)
+    self._steps.poll()
     self._sharing.close()
 
   @staticmethod
@@ -123,7 +124,7 @@ class watch:  # noqa: N801 - used like a function
       name=steps.name,
       raised=steps.raised,
       has_left=self._has_left,
-      stack=_stack(steps.thread),
+      stack="" if self._has_left else _stack(steps.thread),
       devices=self._devices,
     )
 
@@ -172,7 +173,7 @@ class watch:  # noqa: N801 - used like a function
 class _Steps:
   """The numbers of steps of this process.
 
-  One thread runs the steps, and another one calls `poll`.
+  One thread runs the steps. `poll` is thread-safe: its lock keeps `_pending`.
   """
 
   def __init__(self) -> None:
@@ -184,6 +185,7 @@ class _Steps:
     # The number of a step, and one of its arrays.
     self._new: collections.deque[tuple[int, Any]] = collections.deque()
     self._pending: list[tuple[int, Any]] = []
+    self._lock = threading.Lock()
 
   @contextlib.contextmanager
   def step(self, name: str) -> Iterator[Callable[[_Tree], _Tree]]:
@@ -209,6 +211,10 @@ class _Steps:
 
   def poll(self) -> None:
     """Counts finished steps."""
+    with self._lock:
+      self._poll()
+
+  def _poll(self) -> None:
     ended = self._ended  # before `_new`, to which a block appends earlier
     while self._new:
       self._pending.append(self._new.popleft())
