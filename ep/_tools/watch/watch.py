@@ -100,9 +100,9 @@ class watch:  # noqa: N801 - used like a function
     """Returns a context that counts a step; no effect outside `ep.watch`.
 
     The context gives a function. Pass it the results of the step's programs,
-    once; it returns them. The step has finished when the smallest of these
-    arrays is ready, which `ep.watch` checks in another thread. If the block
-    calls no such function, the step has finished at the end of the block.
+    once; it returns them. The step has finished when the first or the last of
+    these arrays, whichever is smaller, is ready. If the block calls no such
+    function, the step has finished at the end of the block.
 
     Args:
       name: a name for the reports, such as "train" or "evaluate".
@@ -189,14 +189,16 @@ class _Steps:
 
   @contextlib.contextmanager
   def step(self, name: str) -> Iterator[Callable[[_Tree], _Tree]]:
+    self.poll()  # releases the arrays of finished steps
     number = self.begun
     self.name, self.raised, self.thread = name, "", threading.get_ident()
     self.begun, self.changed = number + 1, time.monotonic()
 
     def launched(results: _Tree) -> _Tree:
-      arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
-      if arrays:  # a large one would occupy memory for longer
-        self._new.append((number, min(arrays, key=lambda x: x.size)))
+      leaves = jax.tree.leaves(results)
+      ends = [x for x in leaves[:1] + leaves[-1:] if isinstance(x, jax.Array)]
+      if ends:  # a large one would occupy memory for longer
+        self._new.append((number, min(ends, key=lambda x: x.size)))
       self.launched, self.changed = number + 1, time.monotonic()
       return results
 
