@@ -49,9 +49,9 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
       print(ep.explain("steps.json.gz"))
 
   Each rank has a track with slices "waiting" and "moving". Arrows lead from the
-  last rank to the ranks that waited for it. If the offset between the
-  clocks of two ranks is known badly, their slices say so. Wait for the results of the last
-  step, as above: the file has only exchanges that end inside the context.
+  last rank to the ranks that waited for it. If the offset between the clocks of
+  two ranks is known badly, their slices say so. Wait for the results of the
+  last step, as above: the file has only exchanges that end inside the context.
 
   Collective over the processes of the group. Each process writes a file beside
   the path, and the first process merges these files. After an error in the

@@ -25,7 +25,7 @@ def report(
   Args:
     me: this process.
     count: the number of processes of the job.
-    records: the known states of processes, with that of `me`.
+    records: the known states of processes, `me` included.
     silent: seconds for which a process has published nothing.
     states: the states of processes of this host, see `liveness.states`.
     fault: why the job's store cannot be used, or "".

@@ -38,18 +38,20 @@ class watch:  # noqa: N801 - used like a function
           with ep.watch.step() as launched:
             state, loss = launched(train_step(state, batch))
 
-  If no step begins or finishes for `stall_s`, the process prints one report to
-  stderr: which processes have not begun the step, which launched it and did not
-  finish it, since when, on which hosts, and their Python stacks. A process that
-  is stopped, dead or out of reach is named as such. The report also has errors
-  of devices: the kernel log, NVLink counters and the log of libtpu, as far as
-  this process may read them. If they have no error, look for a cause in
-  software.
+  If no step of this process begins or finishes for `stall_s`, the process
+  prints one report to stderr: which processes have not begun the step, which
+  launched it and did not finish it, since when, on which hosts, and their
+  Python stacks. The report says if a process is stopped, dead or out of reach.
+  It also has errors of devices: the kernel log, NVLink counters and the log of
+  libtpu, as far as a process may read them. If they have no error, look for the
+  cause in software.
 
-  All programs can be watched, also programs without a group of ep, on all
-  platforms. Processes share their states in the store of `jax.distributed`. Use
-  one context on all processes, which run the same steps. A process has one
-  context at a time. A long compilation or checkpoint also is a stall.
+  Works with all programs and platforms, also without a group of ep. All
+  processes run the same steps in the context, and each process runs its steps
+  in one thread. A process has one context at a time. It publishes its state in
+  the key-value store of `jax.distributed` every 5 s, or `stall_s / 8` if that
+  is shorter. A compilation or checkpoint that is longer than `stall_s` also
+  causes a report.
 
   Args:
     stall_s: seconds without progress until the report.
@@ -71,7 +73,6 @@ class watch:  # noqa: N801 - used like a function
   def __enter__(self) -> watch:
     if watch._current:
       raise RuntimeError("ep.watch: this process is watched already.")
-    watch._current = self
     stacks.offer()
     self._steps, self._has_left, self._devices = _Steps(), False, ""
     self._host = socket.gethostname()
@@ -82,6 +83,7 @@ class watch:  # noqa: N801 - used like a function
       target=self._look, name="ep.watch", daemon=True
     )
     self._thread.start()
+    watch._current = self
     return self
 
   def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
