@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands still for several causes, in a plain `psum`: stalls.py FOLDER CAUSE...
+"""Stands still for several causes: stalls.py FOLDER CAUSE...
+
+Steps are a plain `psum`; with the cause "exchanging", they are an op of ep.
 
 The last process stands still until the test makes the file FOLDER/CAUSE. After
 the last cause, the processes run steps without end.
@@ -14,8 +16,10 @@ import time
 import jax
 import numpy as np
 
+from cases import Case
 import conftest  # makes this process a rank
 import ep
+from groups import layer
 
 STALL_S = 2.0
 IS_LATE = jax.process_index() == jax.process_count() - 1
@@ -27,6 +31,10 @@ def load_batch(go):
 
 
 def sleeping(go):
+  load_batch(go)
+
+
+def exchanging(go):
   load_batch(go)
 
 
@@ -68,17 +76,24 @@ def main(folder, *causes):
     )
   )
 
-  def step():
+  config = layer()
+  case = Case(config)
+  prepare = jax.jit(lambda topk_idx: ep.ep_prepare(config, topk_idx))
+  routing = case.put(case.topk_idx)
+
+  def step(cause=""):
     with ep.watch.step("train") as launched:
-      jax.block_until_ready(launched(total(x)))
+      is_op = cause == "exchanging"
+      results = launched(prepare(routing) if is_op else total(x))
+      jax.block_until_ready(results)
 
   for cause in causes:
     with ep.watch(stall_s=STALL_S):
-      step()
-      step()
+      step(cause)
+      step(cause)
       if IS_LATE:
         globals()[cause](pathlib.Path(folder) / cause)
-      step()
+      step(cause)
   with ep.watch(stall_s=STALL_S, exit_after_s=2):
     while True:
       step()

@@ -18,7 +18,7 @@ import pytest
 import programs
 
 _PROGRAM = pathlib.Path(__file__).with_name("stalls.py")
-_CAUSES = ["sleeping", "evaluating", "raising", "stopped"]
+_CAUSES = ["sleeping", "exchanging", "evaluating", "raising", "stopped"]
 _LIMIT_S = 40
 
 
@@ -32,6 +32,8 @@ class Job:
     self.logs = []
     self.launchers = []
     count = max(len(machines), 1)
+    backend = "xla" if machines else "host"
+    env = programs.environment(EP_TEST_BACKEND=backend)
     for host in range(count):
       logs = folder / f"logs_{host}"
       self.logs += [
@@ -46,9 +48,7 @@ class Job:
       argv = [sys.executable, "-m", "ep", "launch", *flags, *program]
       start = machines[host].start if machines else subprocess.Popen
       with (folder / f"output_{host}").open("wb") as file:
-        self.launchers.append(
-          start(argv, env=programs.environment(), stdout=file, stderr=file)
-        )
+        self.launchers.append(start(argv, env=env, stdout=file, stderr=file))
 
   def read(self, process, *patterns):
     """Waits until the new part of a log matches all patterns; returns it."""
@@ -107,6 +107,13 @@ def test_a_sleeping_process_is_named(job):
   for index in range(2):
     assert job.read(index, *patterns).count("stands still") == 1
   job.go_on("sleeping")
+
+
+def test_a_process_that_waits_in_an_op_is_named(job):
+  last = r"has not begun step 2;.* in exchanging"
+  for index in range(2):
+    job.read(index, process(job, 1) + last, waits(job))
+  job.go_on("exchanging")
 
 
 def test_a_process_in_another_program_is_named(job):
