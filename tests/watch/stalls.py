@@ -94,7 +94,7 @@ def main(folder, *causes):
       if IS_LATE:
         globals()[cause](pathlib.Path(folder) / cause)
       step(cause)
-  with ep.watch(stall_s=STALL_S, exit_after_s=2):
+  with ep.watch(stall_s=STALL_S, exit_after_s=5):
     while True:
       step()
       print("stepped", flush=True)

@@ -19,7 +19,7 @@ import programs
 
 _PROGRAM = pathlib.Path(__file__).with_name("stalls.py")
 _CAUSES = ["sleeping", "exchanging", "evaluating", "raising", "stopped"]
-_LIMIT_S = 40
+_LIMIT_S = 120
 
 
 class Job:
@@ -105,7 +105,7 @@ def test_a_sleeping_process_is_named(job):
     waits(job),
   ]
   for index in range(2):
-    assert job.read(index, *patterns).count("stands still") == 1
+    assert job.read(index, *patterns).count("Step 2 is") == 1
   job.go_on("sleeping")
 
 
@@ -134,7 +134,7 @@ def test_a_process_that_raised_is_named(job):
 def test_a_stopped_process_is_named(job):
   """Another host cannot see that the process is stopped."""
   what = "is silent: " if job.machines else r"is stopped, by SIGSTOP .*-CONT"
-  patterns = process(job, 1) + what + ".* Its last record: has not begun step 2"
+  patterns = process(job, 1) + what + ".* Its last record: "
   job.read(0, patterns, waits(job))
   pid = (job.folder / "pid").read_text()
   start = job.machines[1].start if job.machines else subprocess.Popen

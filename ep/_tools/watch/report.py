@@ -52,7 +52,7 @@ def _lines(
   for process, record in records.items():
     order, what = _progress(record, step)
     if process in silent:
-      order, what = -1, _silence(record, states.get(process, ""), what)
+      order, what = -1, _silence(record, states.get(process, ""))
     groups[order, what, record.stack].append(process)
   for (_, what, stack), found in sorted(groups.items()):
     still_s = max(silent.get(p, records[p].still_s) for p in found)
@@ -99,7 +99,7 @@ def _progress(record: Record, step: int) -> tuple[int, str]:
   return 5, f"has finished step {step}, and began {last}"
 
 
-def _silence(record: Record, state: str, what: str) -> str:
+def _silence(record: Record, state: str) -> str:
   if state == "dead":
     why = "is dead"
   elif state == "stopped":
@@ -109,7 +109,7 @@ def _silence(record: Record, state: str, what: str) -> str:
       "is silent: its host or network is gone, it is stopped, or native code"
       " holds Python's lock"
     )
-  return f"{why}. Its last record: {what}"
+  return f"{why}. Its last record: {_progress(record, record.finished)[1]}"
 
 
 def _names(found: Collection[int]) -> str:

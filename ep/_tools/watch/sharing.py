@@ -16,7 +16,8 @@ from ep._src.base import compat
 from ep._src.group import liveness
 
 _FOLDER = "ep/watch/"
-_SILENT_BEATS = 3  # a process is silent after this number of missing records
+# A process is silent after this number of missing records, and this time.
+_SILENT_BEATS, _SILENT_S = 3, 2.0
 _LAST_S = 2.0  # limit for the last record
 
 
@@ -53,6 +54,7 @@ class Sharing:
     self.silent: dict[int, float] = {}  # seconds without a new record
     self.states: dict[int, str] = {}  # see liveness.states
     self.is_reading = False
+    self.silent_s = max(_SILENT_BEATS * beat_s, _SILENT_S)
     self._record, self._beat_s = record, beat_s
     self._client: Any = compat.distributed_client()
     self.me = compat.distributed_process()
@@ -70,7 +72,7 @@ class Sharing:
   def fault(self) -> str:
     """Returns why the store cannot be used, or ""."""
     missing_s = time.monotonic() - self._answered
-    if not self._client or missing_s <= _SILENT_BEATS * self._beat_s:
+    if not self._client or missing_s <= self.silent_s:
       return ""
     return f"has not answered for {missing_s:.0f} s {self._fault}".strip()
 
@@ -111,7 +113,7 @@ class Sharing:
       if before is None or before.time != record.time:
         self._came[process] = now
       missing_s = now - self._came[process]
-      if missing_s > _SILENT_BEATS * self._beat_s and not record.has_left:
+      if missing_s > self.silent_s and not record.has_left:
         # The clocks of two hosts may differ.
         silent[process] = max(missing_s, time.time() - record.time)
     self.states = liveness.states(self._client)

@@ -25,7 +25,6 @@ from ep._tools.watch.sharing import Record, Sharing
 
 _EXIT_CODE = 70  # as in ep_ffi
 _MAX_BEAT_S, _MAX_POLL_S = 5.0, 0.25
-_SETTLE_BEATS = 4  # until the records of all processes have arrived
 _MAX_CALLS = 12  # of a stack
 _Tree = TypeVar("_Tree")
 
@@ -146,7 +145,8 @@ class watch:  # noqa: N801 - used like a function
       elif not self._sharing.is_reading:
         self._devices = devices.errors(began)
         self._sharing.is_reading = True
-        report_at = now + _SETTLE_BEATS * self._beat_s
+        # Then a process without a new record is silent.
+        report_at = now + self._sharing.silent_s + 2 * self._beat_s
       elif not is_told and now > report_at:
         self._print(self._report())
         is_told = True
