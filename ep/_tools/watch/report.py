@@ -19,8 +19,8 @@ def report(
   silent: Mapping[int, float],
   states: Mapping[int, str],
   fault: str,
-) -> str:
-  """Returns the report of process `me` of `count`.
+) -> Iterator[str]:
+  """Yields the lines of the report of process `me` of `count`.
 
   Args:
     me: this process.
@@ -30,17 +30,6 @@ def report(
     states: the states of processes of this host, see `liveness.states`.
     fault: why the job's store cannot be used, or "".
   """
-  return "\n".join(_lines(me, count, records, silent, states, fault))
-
-
-def _lines(
-  me: int,
-  count: int,
-  records: Mapping[int, Record],
-  silent: Mapping[int, float],
-  states: Mapping[int, str],
-  fault: str,
-) -> Iterator[str]:
   # The last record of a silent process is old, but `me` is not silent.
   step = min(r.finished for p, r in records.items() if p not in silent)
   yield (

@@ -89,8 +89,7 @@ class watch:  # noqa: N801 - used like a function
     watch._current = None
     self._stop.set()
     self._has_left = True
-    if error is not None:
-      self._steps.raised = _text(error)
+    self._steps.raised = _text(error) if error else ""
     self._steps.poll()
     self._sharing.close()
 
@@ -148,7 +147,7 @@ class watch:  # noqa: N801 - used like a function
         # Then a process without a new record is silent.
         report_at = now + self._sharing.silent_s + 2 * self._beat_s
       elif not is_told and now > report_at:
-        self._print(self._report())
+        self._print("\n".join(self._report()))
         is_told = True
       elif is_told and still_s > self._stall_s + self._exit_after_s:
         self._print(
@@ -157,7 +156,7 @@ class watch:  # noqa: N801 - used like a function
         )
         ending.exit_now(_EXIT_CODE)
 
-  def _report(self) -> str:
+  def _report(self) -> Iterator[str]:
     sharing = self._sharing
     return report(
       sharing.me,
