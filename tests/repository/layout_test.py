@@ -23,7 +23,15 @@ CORE = [
 TOOLS = [
   {"check"},
   {"debug", "planning"},
-  {"collectives", "huggingface", "records", "snapshots", "stuck", "trace"},
+  {
+    "collectives",
+    "huggingface",
+    "records",
+    "snapshots",
+    "stuck",
+    "trace",
+    "watch",
+  },
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

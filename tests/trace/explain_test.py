@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ep
+from ep._tools.trace import chrome
 from ep._tools.trace.explain import explain_exchanges
 from ep._tools.trace.trace import merge
 
@@ -220,6 +221,11 @@ def test_clocks_of_other_speeds_have_a_bound():
   clock = merged["clocks"][1]
   assert clock["bound_s"] == pytest.approx(0.018)
   assert clock["offset_s"] == pytest.approx(5.001)
+  # Rank 0 arrives last in the first op, and rank 1 in the second.
+  slices = [e for e in chrome.events(merged) if e["ph"] == "X"]
+  for e in slices:
+    is_marked = e["args"].get("clock") == "wrong by up to 18.0 ms"
+    assert is_marked == (e["tid"] == (1 if e["ts"] < 5e6 else 0))
 
 
 def test_a_trace_that_begins_within_a_loop_leaves_it_out():

@@ -38,7 +38,7 @@ def step_of(config):
   """Returns a program whose rank `slow`, if any, arrives late at combine."""
 
   def nap(rank, slow, number):
-    if rank == slow:
+    if int(rank) == int(slow):  # JAX's == would be a program of the mesh
       time.sleep(0.1)
     return np.asarray(number)
 
@@ -219,6 +219,37 @@ def test_two_groups_are_not_traced_to_one_path(folder):
     with ep.trace(other, path):
       run(ep.EpLayerConfig(other))
   assert ep.explain(path).num_steps == 5
+
+
+@pytest.mark.skipif(jax.process_count() == 1, reason="one process")
+def test_groups_of_other_processes_are_not_traced_to_one_path(folder):
+  """Of two disjoint groups, one is traced, and the other one raises."""
+  own = jax.sharding.Mesh(np.array(jax.local_devices()), "ep")
+  path = folder / "steps.json"
+  is_first = jax.process_index() == 0
+
+  def trace(config):
+    with ep.trace(config.group, path):
+      multihost_utils.sync_global_devices("one is traced")
+      run(config)
+      multihost_utils.sync_global_devices("the others are refused")
+
+  with bootstrap(own) as group:
+    config = ep.EpLayerConfig(group)
+    if is_first:
+      trace(config)
+    else:
+      multihost_utils.sync_global_devices("one is traced")
+      with pytest.raises(RuntimeError, match="of process 0, is traced to"):
+        with ep.trace(group, path):
+          pytest.fail("the context has begun")
+      multihost_utils.sync_global_devices("the others are refused")
+    multihost_utils.sync_global_devices("the path is free")
+    assert ep.explain(path).num_steps == 5
+    if jax.process_index() == jax.process_count() - 1:
+      with ep.trace(group, path):
+        run(config, num_steps=3)
+      assert ep.explain(path).num_steps == 2
 
 
 def test_a_group_that_ends_in_the_block_is_traced(folder):

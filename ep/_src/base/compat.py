@@ -397,6 +397,11 @@ def distributed_process() -> int:
   return _distributed.global_state.process_id
 
 
+def distributed_count() -> int:
+  """Returns `jax.process_count()`, without initializing the devices."""
+  return _distributed.global_state.num_processes or 1
+
+
 def own_address() -> str | None:
   """Returns this host's address in the network of the coordinator, or None."""
   name, _, port = (

@@ -26,7 +26,7 @@ def announce() -> None:
     processes.tell("joined")
     key = _key(compat.distributed_process())
     pid, namespace = os.getpid(), processes.namespace()
-    identity = dict(namespace=namespace, pid=pid, start=_start(pid))
+    identity = dict(namespace=namespace, pid=pid, start=_stat(pid)[1])
     text = json.dumps(identity if namespace else {})
     client.key_value_set(key, text, allow_overwrite=True)
 
@@ -37,33 +37,43 @@ def dead(client: Any, members: Collection[int]) -> list[int]:
     (process,) = members
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # no published id
       found = client.key_value_try_get(_key(process))
-      return [] if _lives(found) else [process]
+      return [process] if _state(found) == "dead" else []
     return []
+  found = states(client)
+  return [p for p in members if found.get(p) == "dead"]
+
+
+def states(client: Any) -> dict[int, str]:
+  """Returns the state of each process: "dead", "stopped" or ""."""
   found = client.key_value_dir_get(_key(""))
-  published = {int(key.rpartition("/")[2]): text for key, text in found}
-  return [p for p in members if p in published and not _lives(published[p])]
+  return {int(key.rpartition("/")[2]): _state(text) for key, text in found}
 
 
 def _key(process: int | str) -> str:
   return f"ep/process/{process}"
 
 
-def _lives(published: str) -> bool:
-  """Returns False if the process with this identity is known to be dead."""
+def _state(published: str) -> str:
+  """Returns the known state of a process: "dead", "stopped" or ""."""
   theirs = json.loads(published)
-  is_near = theirs.get("namespace") == processes.namespace() and theirs
-  return not is_near or _start(theirs["pid"]) == theirs["start"]
+  if not theirs or theirs["namespace"] != processes.namespace():
+    return ""
+  state, start = _stat(theirs["pid"])
+  if start != theirs["start"]:
+    return "dead"
+  return "stopped" if state in "Tt" else ""
 
 
-def _start(pid: int) -> int | None:
-  """Returns a process's start time, in clock ticks; None if it terminated.
+def _stat(pid: int) -> tuple[str, int | None]:
+  """Returns a process's state and start time, in clock ticks.
 
-  The system reuses process ids, so an id and a start identify a process.
+  The system reuses process ids, so an id and a start identify a process. The
+  start is None if the process terminated.
   """
   try:
     stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
   except OSError:
-    return None
+    return "X", None
   # The fields 3, 4... of /proc/<pid>/stat; see proc(5).
   state, *fields = stat.rpartition(")")[2].split()
-  return None if state in "ZX" else int(fields[18])
+  return state, None if state in "ZX" else int(fields[18])

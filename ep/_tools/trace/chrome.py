@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ep._tools.trace.blame import LATE_S
+
 
 def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
   """Returns the events of a trace, sorted by time.
@@ -19,6 +21,8 @@ def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
   the last rank begins at its arrival, and no other "moving" slice earlier.
   """
   size, exchanges = merged["ep_size"], merged["exchanges"]
+  bounds = {p: c["bound_s"] or 0.0 for p, c in merged["clocks"].items()}
+  owners = np.reshape(merged["processes"], (-1, size)).tolist()
   num_domains = 1 + max((e["domain"] for e in exchanges), default=0)
   # The time at which each track of a rank becomes free.
   ends: dict[tuple[int, int], list[float]] = collections.defaultdict(list)
@@ -60,6 +64,10 @@ def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
     for rank, tid in enumerate(tids):
       args = {k: e[k][rank] for k in ("rows", "dropped", "bytes")}
       args["step"] = e["step"]
+      clocks = {owners[domain][rank], owners[domain][last]}
+      error_s = sum(bounds[p] for p in clocks)
+      if len(clocks) == 2 and error_s >= LATE_S:
+        args["clock"] = f"wrong by up to {error_s * 1e3:.1f} ms"
       if rank != last:
         waiting = f"waiting for rank {last}: {name}"
         add_slice(waiting, domain, tid, came[rank], begins[rank], args)

@@ -17,8 +17,8 @@ import zlib
 import jax
 import numpy as np
 
-from ep._src.base import arguments, contexts, meshes
-from ep._src.group import agreement
+from ep._src.base import arguments, compat, contexts, meshes
+from ep._src.group import agreement, liveness
 from ep._src.group.group import EpGroup
 from ep._tools.trace import chrome
 
@@ -49,8 +49,9 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
       print(ep.explain("steps.json.gz"))
 
   Each rank has a track with slices "waiting" and "moving". Arrows lead from the
-  last rank to the ranks that waited for it. Wait for the results of the last
-  step, as above: the file has only exchanges that end inside the context.
+  last rank to the ranks that waited for it. If the offset between the clocks of
+  two ranks is known badly, their slices say so. Wait for the results of the
+  last step, as above: the file has only exchanges that end inside the context.
 
   Collective over the processes of the group. Each process writes a file beside
   the path, and the first process merges these files. After an error in the
@@ -78,8 +79,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
     ValueError, OSError: the group has no trace, or the file cannot be written.
       Other processes raise a RuntimeError.
     RuntimeError: the group was finalized or is traced already, another group
-      of this process is traced to the path, or a process did not enter the
-      context.
+      of the job is traced to the path, or a process did not enter the context.
   """
   group.connection.check_open("ep.trace")
   arguments.check(
@@ -88,23 +88,58 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
     f'the group "{group.name}" has no trace, because its mesh has no devices.',
   )
   path = pathlib.Path(path).absolute()
-  processes = meshes.processes(group.mesh)
-  stack = contextlib.ExitStack()
+  is_first = jax.process_index() == meshes.processes(group.mesh)[0]
+  stack, claim = contextlib.ExitStack(), contextlib.ExitStack()
 
   def start() -> None:
     arguments.check(not path.is_dir(), "ep.trace", f"{path} is a folder.")
+    if is_first:
+      claim.enter_context(_claimed(path))
     group.connection.start_trace(str(path))
     stack.callback(group.connection.stop_trace)
 
   def merge_on_first() -> None:
-    if jax.process_index() == processes[0]:
+    if is_first:
       merge_files(path)
 
-  with stack, contexts.in_trace(True):
-    _do_on_all(group, start)
+  with claim:
+    with stack, contexts.in_trace(True):
+      _do_on_all(group, start)
+      yield
+      _do_on_all(group, stack.close)
+    _do_on_all(group, merge_on_first)
+
+
+@contextlib.contextmanager
+def _claimed(path: pathlib.Path) -> Iterator[None]:
+  """Reserves a path for the trace of one group of the job.
+
+  The connections of this process check their own paths.
+
+  Raises:
+    RuntimeError: a group of a live process is traced to the path.
+  """
+  client = compat.distributed_client()
+  if client is None:
     yield
-    _do_on_all(group, stack.close)
-  _do_on_all(group, merge_on_first)
+    return
+  key, me = f"ep/trace{path}", jax.process_index()
+  try:
+    client.key_value_set(key, str(me))
+  except jax.errors.JaxRuntimeError as e:
+    if "ALREADY_EXISTS" not in str(e):
+      raise
+    owner = int(client.key_value_try_get(key))
+    if owner == me or not liveness.dead(client, [owner]):
+      raise RuntimeError(
+        f"ep.trace: another group, of process {owner}, is traced to {path}"
+        " already; choose another path."
+      ) from e
+    client.key_value_set(key, str(me), allow_overwrite=True)
+  try:
+    yield
+  finally:
+    client.key_value_delete(key)
 
 
 def _do_on_all(group: EpGroup, what: Callable[[], None]) -> None:
@@ -229,6 +264,9 @@ def merge(texts: list[str]) -> dict[str, Any]:
   launch. A process sees an arrival on another process after it happened, which
   bounds the offset of the two clocks. The result is the offset closest to 0.
 
+  "processes" has the process of each rank of all domains, and "clocks" how
+  exactly the clock of each process is known.
+
   "failures" has the failures of all processes. "killed" has the ranks of all
   domains whose processes wrote no last line, because they were killed.
   """
@@ -277,6 +315,7 @@ def merge(texts: list[str]) -> dict[str, Any]:
   exchanges.sort(key=lambda e: max(e["came"]))
   return dict(
     ep_size=size,
+    processes=owners,
     clocks=clocks,
     lost=lost,
     failures=[failure for _, failure in failures],

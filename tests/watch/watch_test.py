@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep.watch names the cause of a stall, on one host and on two hosts.
+
+Each job stands still once per test, in the order of the tests.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import hosts
+import pytest
+
+import programs
+
+_PROGRAM = pathlib.Path(__file__).with_name("stalls.py")
+_CAUSES = ["sleeping", "exchanging", "evaluating", "raising", "stopped"]
+_LIMIT_S = 120
+
+
+class Job:
+  """Two processes that stand still for each of `_CAUSES`."""
+
+  def __init__(self, folder, machines):
+    self.machines, self.folder = machines, folder
+    self._seen = [0, 0]
+    address = machines[0].address if machines else "127.0.0.1"
+    self.logs = []
+    self.launchers = []
+    count = max(len(machines), 1)
+    backend = "xla" if machines else "host"
+    env = programs.environment(EP_TEST_BACKEND=backend)
+    for host in range(count):
+      logs = folder / f"logs_{host}"
+      self.logs += [
+        logs / f"rank_{rank}.log" for rank in ([host] if machines else [0, 1])
+      ]
+      flags = [f"--num_processes={2 // count}", "--devices_per_process=2"]
+      flags += [f"--timeout={3 * _LIMIT_S}", f"--log_dir={logs}"]
+      if machines:
+        flags += [f"--num_hosts={count}", f"--host_id={host}"]
+        flags += [f"--coordinator={address}:1234"]
+      program = [str(_PROGRAM), str(folder), *_CAUSES]
+      argv = [sys.executable, "-m", "ep", "launch", *flags, *program]
+      start = machines[host].start if machines else subprocess.Popen
+      with (folder / f"output_{host}").open("wb") as file:
+        self.launchers.append(start(argv, env=env, stdout=file, stderr=file))
+
+  def read(self, process, *patterns):
+    """Waits until the new part of a log matches all patterns; returns it."""
+    deadline = time.monotonic() + _LIMIT_S
+    log = self.logs[process]
+    while True:
+      is_last = time.monotonic() > deadline
+      text = log.read_text() if log.exists() else ""
+      new = text[self._seen[process] :]
+      if all(re.search(pattern, new, re.DOTALL) for pattern in patterns):
+        self._seen[process] = len(text)
+        return new
+      assert not is_last, (patterns, new)
+      time.sleep(0.1)
+
+  def go_on(self, cause):
+    (self.folder / cause).touch()
+
+  def close(self):
+    for launcher in self.launchers:
+      launcher.terminate()
+      launcher.wait()
+
+
+@pytest.fixture(scope="module", params=["one host", "two hosts"])
+def job(request, tmp_path_factory):
+  with contextlib.ExitStack() as stack:
+    machines = ()
+    if request.param == "two hosts":
+      machines = stack.enter_context(hosts.two_hosts())
+    folder = tmp_path_factory.mktemp("job")
+    yield stack.enter_context(contextlib.closing(Job(folder, machines)))
+
+
+def process(job, index):
+  host = rf"host{index}" if job.machines else re.escape(os.uname().nodename)
+  return rf"process {index} \({host}, pid \d+\): "
+
+
+def waits(job):
+  """Matches the lines of process 0, which waits in step 2 for the other."""
+  stack = r', for \d s\. Python:\n    File "[^"]*", line \d+ in [^\n]*\n'
+  what = r'(began|launched) step 2 \("train"\), [^\n]*'
+  return process(job, 0) + what + stack
+
+
+def test_a_sleeping_process_is_named(job):
+  last = 'has not begun step 2; finished step 1 ("train")'
+  patterns = [
+    r"stands still for \d s\. Step 2 is the first",
+    process(job, 1) + re.escape(last) + r", for \d s\. Python:\n"
+    r'    File "[^"]*stalls.py", line \d+ in load_batch\n'
+    r'    File "[^"]*stalls.py", line \d+ in sleeping\n',
+    waits(job),
+  ]
+  for index in range(2):
+    assert job.read(index, *patterns).count("Step 2 is") == 1
+  job.go_on("sleeping")
+
+
+def test_a_process_that_waits_in_an_op_is_named(job):
+  last = r"has not begun step 2;.* in exchanging"
+  for index in range(2):
+    job.read(index, process(job, 1) + last, waits(job))
+  job.go_on("exchanging")
+
+
+def test_a_process_in_another_program_is_named(job):
+  there = r'(began|launched) step 2 \("evaluate"\), '
+  patterns = [process(job, 1) + there + ".*evaluating", waits(job)]
+  for index in range(2):
+    job.read(index, *patterns)
+  job.go_on("evaluating")
+
+
+def test_a_process_that_raised_is_named(job):
+  raised = r"raised KeyError: 'shard 7' in step 2 \(\"train\"\).* in raising"
+  for index in range(2):
+    job.read(index, process(job, 1) + raised, waits(job))
+  job.go_on("raising")
+
+
+def test_a_stopped_process_is_named(job):
+  """Another host cannot see that the process is stopped."""
+  what = "is silent: " if job.machines else r"is stopped, by SIGSTOP .*-CONT"
+  patterns = process(job, 1) + what + ".* Its last record: "
+  job.read(0, patterns, waits(job))
+  pid = (job.folder / "pid").read_text()
+  start = job.machines[1].start if job.machines else subprocess.Popen
+  assert start(["kill", "-CONT", pid]).wait() == 0
+
+
+def test_a_lost_host_is_named(job):
+  if not job.machines:
+    pytest.skip("one host")
+  for index in range(2):
+    job.read(index, "stepped")
+  job.machines[0].pull_the_cable()
+  job.read(0, process(job, 1) + "is silent: its host or network is gone")
+  job.read(1, "The job's key-value store has not answered for")
+  assert [launcher.wait(_LIMIT_S) for launcher in job.launchers] == [70, 70]
