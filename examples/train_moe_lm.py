@@ -88,7 +88,7 @@ _MIN_PROCESSES = flags.DEFINE_integer(
   "min_processes", None, "processes with which it may begin again", 1
 )
 _TIMEOUT_S = flags.DEFINE_float(
-  "timeout_s", 300.0, "seconds that a rank waits for another one", 0.0
+  "timeout_s", 300.0, "seconds without a step after which the run fails", 0.0
 )
 _PLOT = flags.DEFINE_string("plot", None, "picture of the run: *.png, *.svg")
 _TRACE = flags.DEFINE_string(
@@ -286,11 +286,12 @@ def train(
     file=sys.stdout,
     disable=jax.process_index() != 0 or done >= last,
   )
-  with bar:
+  with bar, ep.watch(stall_s=_TIMEOUT_S.value, exit_after_s=1.0):
     for n in range(done + 1, last + 1):
-      state, report = step(state, data.batch(text.train, n - 1, cfg))
-      # Wait for each step: a loss that is not finite must stop the run.
-      report = jax.tree.map(np.ndarray.tolist, jax.device_get(report))
+      with ep.watch.step():
+        state, report = step(state, data.batch(text.train, n - 1, cfg))
+        # Wait for each step: a loss that is not finite must stop the run.
+        report = jax.tree.map(np.ndarray.tolist, jax.device_get(report))
       if not math.isfinite(report["loss"] + report["grad_norm"]):
         raise Stop(
           f"step {n}: the loss is {report['loss']} and the norm of its gradient"
