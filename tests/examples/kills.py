@@ -10,7 +10,7 @@ fail in a given step, by one of `CAUSES`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import json
@@ -22,6 +22,8 @@ import resource
 import signal
 import subprocess
 import sys
+
+import programs
 
 SNAPSHOT_EVERY = 3
 _PLAN = "EP_TEST_FAILURES"
@@ -92,14 +94,15 @@ class Failure:
     return {first, (first + 1) % count} if "two" in self.cause else {first}
 
 
-def plan(count: int, seed: int = 0) -> list[Failure]:
+def plan(
+  count: int, causes: Sequence[str] = (*CAUSES,), seed: int = 0
+) -> list[Failure]:
   """Returns failures at random steps, with each cause equally often."""
   draw = random.Random(seed)
   step, failures = 0, []
   for at in range(count):
     step += draw.randint(2, 6)
-    cause = [*CAUSES][at % len(CAUSES)]
-    failures.append(Failure(step, cause, draw.random()))
+    failures.append(Failure(step, causes[at % len(causes)], draw.random()))
   return failures
 
 
@@ -134,7 +137,7 @@ def train(out: pathlib.Path, steps: int, failures: list[Failure]) -> Run:
       *(f"--text={__file__}", f"--out={out}", f"--steps={steps}"),
       f"--max_restarts={len(failures)}",
     ],
-    env=os.environ | {_PLAN: json.dumps(fields)},
+    env=programs.environment(**{_PLAN: json.dumps(fields)}),
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
