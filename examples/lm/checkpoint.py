@@ -64,8 +64,9 @@ class RunFolder:
         damaged.
     """
     state = start if snapshot is None else snapshot
+    newest = -1 if snapshot is None else int(snapshot.step)
     step = self._manager.latest_step()
-    if step is not None and step > int(state.step):
+    if step is not None and step > newest:
       state = self._read_checkpoint(step, start)
     if jax.process_index():
       return state, []

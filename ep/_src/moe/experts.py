@@ -104,7 +104,11 @@ class Segments:
     if self._handle.layer.alignment == 1:
       return map_used_rows(fn, sizes, *arrays)
     holds_token = _holds_token(self._handle)
-    return map_used_rows(_OfTokens(fn), sizes, holds_token, *arrays)
+    # The kernel of map_used_rows cannot mask the gradient of an array [C].
+    masked = [
+      x if x.ndim > 1 else jnp.where(holds_token > 0, x, 0) for x in arrays
+    ]
+    return map_used_rows(_OfTokens(fn), sizes, holds_token, *masked)
 
   def spread(self, values: Any, weights: jax.Array | None = None) -> Any:
     """Returns [C, F], the values of each row's expert, such as a bias.
@@ -127,7 +131,10 @@ class _OfTokens:
 
   def __call__(self, holds_token: jax.Array, *blocks: jax.Array) -> Any:
     return self.fn(
-      *(jnp.where(repeated(holds_token, x) > 0, x, 0) for x in blocks)
+      *(
+        jnp.where(repeated(holds_token, x) > 0, x, 0) if x.ndim > 1 else x
+        for x in blocks
+      )
     )
 
 
