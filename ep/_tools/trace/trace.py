@@ -17,7 +17,7 @@ import zlib
 import jax
 import numpy as np
 
-from ep._src.base import arguments, contexts, meshes
+from ep._src.base import arguments, meshes
 from ep._src.group import agreement
 from ep._src.group.group import EpGroup
 from ep._tools.trace import chrome
@@ -100,7 +100,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
     if jax.process_index() == processes[0]:
       merge_files(path)
 
-  with stack, contexts.in_trace(True):
+  with stack:
     _do_on_all(group, start)
     yield
     _do_on_all(group, stack.close)

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records times of ops for `ep.trace` with JAX's profiler; backend "xla".
+
+XLA's profile has a span for each collective. A rank arrives when its span
+begins, and the last rank's arrival begins the exchange. The profile does not
+say how many rows a rank has.
+
+The profile also has the optimized HLO of each program. The metadata of an
+instruction names the op, as in "jit(step)/ep_dispatch[moe_3]/all_to_all".
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+from collections.abc import Iterable, Iterator
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import re
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+
+from ep._src.base import meshes
+from ep._src.base.config import GroupConfig
+
+_COLLECTIVE = re.compile(
+  r"(ragged-all-to-all|all-(to-all|gather|reduce)|collective-permute"
+  r"|reduce-scatter)(-start)?"
+)
+_SCOPE = re.compile(r"(ep_\w+)\[([^]]*)\]")
+# How far the instruction that names a collective may be; see `_Program._scope`.
+_MAX_DISTANCE = 4
+# An instruction, as (name, begin, end); times are in seconds.
+_Span = tuple[str, float, float]
+
+
+class Profile:
+  """A recording of the collectives of this process's devices."""
+
+  def __init__(self, group: GroupConfig):
+    self._group = group
+    self._part: pathlib.Path | None = None  # set while a trace is on
+
+  def start(self, path: str) -> None:
+    """Starts JAX's profiler; `stop` appends exchanges to the file `path`.
+
+    Raises:
+      RuntimeError: the profiler runs already.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = 1  # enough for the spans of XLA:CPU
+    options.python_tracer_level = 0
+    self._folder = tempfile.TemporaryDirectory(prefix="ep_trace_")
+    jax.profiler.start_trace(self._folder.name, profiler_options=options)
+    self._part = pathlib.Path(path)
+
+  def stop(self) -> None:
+    """Appends exchanges to the file, in the format of trace.h; idempotent."""
+    if self._part is None:
+      return
+    part, self._part = self._part, None
+    with self._folder as folder:
+      jax.profiler.stop_trace()
+      (space,) = pathlib.Path(folder).rglob("*.xplane.pb")
+      found = exchanges(space.read_bytes(), self._group)
+    with part.open("a") as file:
+      file.writelines(json.dumps(e) + "\n" for e in (*found, dict(lost=0)))
+
+
+def exchanges(space: bytes, group: GroupConfig) -> Iterator[dict[str, Any]]:
+  """Yields the exchanges of this process in a serialized profile.
+
+  The step of an exchange is the launch, counted from the end of the trace: -1
+  is the last launch. Launches that began before the trace may be incomplete on
+  some ranks, but all ranks finish the last launch.
+  """
+  mesh = group.mesh
+  assert meshes.has_devices(mesh)
+  me = jax.process_index()
+  programs = _programs(space)
+  found = _spans(space, mesh)
+  used = sorted({i for _, i in found} & programs.keys())
+  numbers: collections.Counter[str] = collections.Counter()
+  for number in used:
+    program = programs[number]
+    name = f"{program.name}#{numbers[program.name]}"
+    of_devices = {
+      device: program.executions(lines)
+      for (device, i), lines in found.items()
+      if i == number
+    }
+    if any(of_devices.values()):
+      numbers[program.name] += 1
+    for domain, devices in enumerate(meshes.domains(mesh, group.axis_name)):
+      mine = {r: d for r, d in enumerate(devices) if d.process_index == me}
+      ranks = {r: of_devices.get(d, {}) for r, d in mine.items()}
+      for site, step in next(iter(ranks.values()), {}):
+        launches = [ran.get((site, step), []) for ran in ranks.values()]
+        if len({*map(len, launches)}) > 1:
+          continue
+        for spans in zip(*launches, strict=True):
+          begins = dict(zip(ranks, (begin for begin, _ in spans), strict=True))
+          ends = [end for _, end in spans]
+          yield dict(
+            program.ops[site]._asdict(),
+            program=name,
+            site=f"{name}/{site}",
+            step=step,
+            domain=domain,
+            began=None,  # known after the files of all processes are merged
+            ended=max(ends),
+            # All ranks, also of other processes, arrive before any rank ends.
+            came=[begins.get(r, min(ends)) for r in range(len(devices))],
+            rows=[-1] * len(devices),
+            dropped=[-1] * len(devices),
+            bytes=[-1] * len(devices),
+            tokens=[[]] * len(devices),
+          )
+
+
+def _spans(
+  space: bytes, mesh: jax.sharding.Mesh
+) -> dict[tuple[jax.Device, int], list[list[_Span]]]:
+  """Returns the spans by device and program, in a list for each line.
+
+  On CPUs a line is a thread, on GPUs a stream. The profile of a TPU names
+  programs only in the spans of whole launches.
+  """
+  data = jax.profiler.ProfileData.from_serialized_xspace(space)
+  devices = {}
+  for d in mesh.local_devices:
+    is_cpu = d.platform == "cpu"
+    devices["CPU" if is_cpu else d.local_hardware_id, d.id * is_cpu] = d
+  start_ns = 0
+  found: Any = collections.defaultdict(list)
+  planes = list(data.planes)
+  for plane in planes:
+    start_ns = dict(plane.stats).get("profile_start_time", start_ns)
+  for plane in planes:
+    match = re.fullmatch(r"/(?:host:(CPU)|device:[GT]PU:(\d+))", plane.name)
+    if not match:
+      continue
+    place = match[1] or int(match[2])
+    lines = list(plane.lines)
+    is_tpu = any(line.name == "XLA Ops" for line in lines)
+    launches = [
+      (e.start_ns, _number(e.name))
+      for line in lines
+      if line.name == "XLA Modules"
+      for e in line.events
+    ]
+    launches.sort()
+    for line in lines:
+      own: Any = collections.defaultdict(list)
+      if is_tpu and line.name != "XLA Ops":
+        continue
+      for e in line.events:
+        if is_tpu:
+          # The name is the text of an instruction: "%all-reduce.1 = ...".
+          name, ordinal = e.name.removeprefix("%").split(" ")[0], 0
+          at = bisect.bisect(launches, e.start_ns, key=lambda x: x[0]) - 1
+          program = launches[at][1] if at >= 0 else None
+        else:
+          stats = dict(e.stats)
+          name, program = stats.get("hlo_op"), stats.get("program_id")
+          ordinal = stats.get("device_ordinal", 0)
+        device = devices.get((place, ordinal))
+        if device and name and program is not None:
+          begin = (start_ns + e.start_ns) * 1e-9
+          span = name, begin, begin + e.duration_ns * 1e-9
+          own[device, int(program) % 2**64].append(span)
+      for key, spans in own.items():
+        found[key].append(sorted(spans, key=lambda span: span[1]))
+  return dict(found)
+
+
+def _number(name: str) -> int | None:
+  """Returns the number of a program: 7 for "jit_step(7)"."""
+  match = re.fullmatch(r".*\((\d+)\)", name)
+  return int(match[1]) if match else None
+
+
+class Op(NamedTuple):
+  op: str
+  layer: str
+
+
+@dataclasses.dataclass
+class _Instruction:
+  """An instruction of HLO; `operands` and `calls` are ids."""
+
+  name: str
+  opcode: str
+  op_name: str
+  operands: list[int]
+  calls: list[int]
+
+
+class _Program:
+  """The collectives of an optimized program that belong to ops.
+
+  Attributes:
+    name: the program's name, as "jit_step".
+    ops: the ops by the name of their collective.
+  """
+
+  def __init__(self, module: memoryview):
+    by_field = _by_field(module)
+    self.name = str(by_field[1][0], "utf-8")
+    self._all: dict[int, _Instruction] = {}
+    bodies: dict[int, list[int]] = {}
+    for body in map(_by_field, by_field[3]):
+      ids = bodies[body[5][0]] = []
+      for fields in map(_by_field, body[2]):
+        metadata = _by_field(fields[7][0]) if fields[7] else {}
+        (key,) = fields[35]
+        ids.append(key)
+        self._all[key] = _Instruction(
+          str(fields[1][0], "utf-8"),
+          str(fields[2][0], "utf-8"),
+          str(b"".join(metadata.get(2, [])), "utf-8"),
+          _integers(fields[36]),
+          _integers(fields[38]),
+        )
+    self._users: dict[int, list[int]] = collections.defaultdict(list)
+    for key, x in self._all.items():
+      for operand in x.operands:
+        self._users[operand].append(key)
+    # In a launch, an instruction of the entry runs once.
+    self._entry = {self._all[i].name for i in bodies[by_field[6][0]]}
+    # The name of the collective that an instruction begins or ends.
+    self._collectives: dict[str, str] = {}
+    self._ends: set[str] = set()
+    self.ops: dict[str, Op] = {}
+    for key, x in self._all.items():
+      if x.opcode == "async-start":
+        inner = [j for c in x.calls for j in bodies[c]]
+      else:
+        inner = [key]
+      for i in inner:
+        if _COLLECTIVE.fullmatch(self._all[i].opcode):
+          self._add(key, i)
+
+  def _add(self, start: int, key: int) -> None:
+    """Adds the collective `key`, which the instruction `start` starts."""
+    name = self._all[key].name
+    op = self._scope([key, start])
+    if op is None or (start == key and name in self.ops):
+      return
+    if op.op != "ep_prepare" and "to-all" not in self._all[key].opcode:
+      # XLA shares a check between ops, and names one of them.
+      op = op._replace(op="ep_check")
+    self.ops[name] = op
+    self._collectives |= {name: name, self._all[start].name: name}
+    pending = [start]
+    while pending:
+      for i in self._users[pending.pop()]:
+        if self._all[i].opcode.endswith(("-done", "async-update")):
+          pending.append(i)
+          self._collectives[self._all[i].name] = name
+          self._ends.add(self._all[i].name)
+
+  def _scope(self, keys: list[int]) -> Op | None:
+    """Returns the op of a collective; None if it belongs to no op.
+
+    Some passes of XLA drop the metadata of collectives. The op is then in the
+    metadata of the instruction that made the rows or that reads them, whichever
+    is nearer.
+    """
+    up, down = keys, keys
+    for _ in range(_MAX_DISTANCE):
+      for key in {*up, *down}:
+        if match := _SCOPE.search(self._all[key].op_name):
+          return Op(*match.groups())
+      up = [i for key in self._unnamed(up) for i in key.operands[:1]]
+      down = [
+        i
+        for key in down
+        if not self._all[key].op_name
+        for i in self._users[key]
+      ]
+    return None
+
+  def _unnamed(self, keys: Iterable[int]) -> list[_Instruction]:
+    return [x for x in map(self._all.__getitem__, keys) if not x.op_name]
+
+  def executions(
+    self, lines: list[list[_Span]]
+  ) -> dict[tuple[str, int], list[tuple[float, float]]]:
+    """Returns begins and ends on a device, by collective and launch."""
+    begins: dict[str, list[float]] = collections.defaultdict(list)
+    found: list[tuple[str, float, float]] = []
+    for spans in lines:
+      last: dict[str, int] = {}
+      for (before, *_), (name, begin, end) in itertools.pairwise(
+        [("", 0.0, 0.0), *spans]
+      ):
+        if name in self._entry:
+          begins[name].append(begin)
+        site = self._collectives.get(name)
+        if site is None:
+          continue
+        # Several kernels of a GPU can belong to a collective.
+        is_more = name in self._ends or self._collectives.get(before) == site
+        if is_more and site in last:
+          found[last[site]] = site, found[last[site]][1], end
+        else:
+          last[site] = len(found)
+          found.append((site, begin, end))
+    # A launch begins with the instruction whose last run is the earliest.
+    first = min(map(sorted, begins.values()), key=lambda x: x[-1], default=[])
+    ran: dict[Any, Any] = collections.defaultdict(list)
+    for site, begin, end in sorted(found, key=lambda x: x[1]):
+      launch = bisect.bisect(first, begin) - 1 - len(first)
+      ran[site, launch].append((begin, end))
+    return dict(ran)
+
+
+def _programs(space: bytes) -> dict[int, _Program]:
+  """Returns the programs of a profile by their numbers."""
+  programs: dict[int, _Program] = {}
+  for plane in map(_by_field, _by_field(memoryview(space))[1]):
+    if plane[2] and bytes(plane[2][0]) == b"/host:metadata":
+      for entry in map(_by_field, plane[4]):
+        metadata = _by_field(entry[2][0])
+        number = _number(str(metadata[2][0], "utf-8"))
+        protos = [p for s in map(_by_field, metadata[5]) for p in s[6]]
+        if number is not None and protos:
+          programs[number] = _Program(_by_field(protos[0])[1][0])
+  return programs
+
+
+def _by_field(message: memoryview) -> dict[int, list[Any]]:
+  """Returns the values of a serialized protocol buffer by field number.
+
+  A value is an integer or a memoryview. A missing field is an empty list.
+  """
+  fields: dict[int, list[Any]] = collections.defaultdict(list)
+  at = 0
+  while at < len(message):
+    key, at = _varint(message, at)
+    kind = key & 7
+    if kind == 0:
+      value, at = _varint(message, at)
+    else:
+      if kind == 2:
+        size, at = _varint(message, at)
+      else:
+        size = {1: 8, 5: 4}[kind]
+      value, at = message[at : at + size], at + size
+    fields[key >> 3].append(value)
+  return fields
+
+
+def _integers(values: list[Any]) -> list[int]:
+  """Returns the integers of a repeated field, packed or not."""
+  found = []
+  for value in values:
+    if isinstance(value, int):
+      found.append(value)
+      continue
+    at = 0
+    while at < len(value):
+      number, at = _varint(value, at)
+      found.append(number)
+  return found
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+  """Returns the integer at a position, and the position after it."""
+  value = shift = 0
+  while True:
+    byte = message[at]
+    at += 1
+    value |= (byte & 127) << shift
+    if byte < 128:
+      return value, at
+    shift += 7
