@@ -15,12 +15,12 @@ import bisect
 import collections
 from collections.abc import Iterable, Iterator
 import dataclasses
-import functools
 import itertools
 import json
 import pathlib
 import re
 import tempfile
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -136,11 +136,13 @@ def _spans(
   for d in mesh.local_devices:
     is_cpu = d.platform == "cpu"
     devices["CPU" if is_cpu else d.local_hardware_id, d.id * is_cpu] = d
-  start_ns = 0
+  # Convert times to the monotonic clock, which counts from a later time: the
+  # files of `ep.trace` would round nanoseconds since 1970.
+  start_ns = time.monotonic_ns() - time.time_ns()
   found: Any = collections.defaultdict(list)
   planes = list(data.planes)
   for plane in planes:
-    start_ns = dict(plane.stats).get("profile_start_time", start_ns)
+    start_ns += int(dict(plane.stats).get("profile_start_time", 0))
   for plane in planes:
     match = re.fullmatch(r"/(?:host:(CPU)|device:[GT]PU:(\d+))", plane.name)
     if not match:
