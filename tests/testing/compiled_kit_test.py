@@ -62,3 +62,9 @@ def test_programs_of_the_kit(variant):
   for name in ("forward", "pullback", "pushforward", "second_pullback"):
     program = _lower(name, trial, oracle, inputs).compile()
     assert "ragged-all-to-all" in program.as_text()
+    from ep._src.backends.xla import profile
+    import collections, re
+    (module,) = program.runtime_executable().hlo_modules()
+    pr = profile.Program(memoryview(module.as_serialized_hlo_module_proto()))
+    n = [x.opcode for x in pr._all.values() if profile._COLLECTIVE.fullmatch(x.opcode)]
+    print(name, variant, collections.Counter(o.op for o in pr.ops.values()), {o.layer for o in pr.ops.values()},len(n), collections.Counter(n), sum(not x.op_name for x in pr._all.values() if profile._COLLECTIVE.fullmatch(x.opcode)))

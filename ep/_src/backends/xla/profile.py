@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import bisect
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 import dataclasses
-import itertools
 import json
 import pathlib
 import re
@@ -33,7 +32,10 @@ _COLLECTIVE = re.compile(
   r"|reduce-scatter)(-start)?"
 )
 _SCOPE = re.compile(r"(ep_\w+)\[([^]]*)\]")
-# How far the instruction that names a collective may be; see `_Program._scope`.
+# The ops that gather rows before they send them, and the other ops.
+_GATHER_FIRST = "ep_prepare", "ep_dispatch", "ep_combine_bwd"
+_SEND_FIRST = "ep_prepare", "ep_combine", "ep_dispatch_bwd"
+# How far the instruction that names a collective may be; see `Program._op`.
 _MAX_DISTANCE = 4
 # An instruction, as (name, begin, end); times are in seconds.
 _Span = tuple[str, float, float]
@@ -90,8 +92,8 @@ def exchanges(space: bytes, group: GroupConfig) -> Iterator[dict[str, Any]]:
     program = programs[number]
     name = f"{program.name}#{numbers[program.name]}"
     of_devices = {
-      device: program.executions(lines)
-      for (device, i), lines in found.items()
+      device: program.executions(spans)
+      for (device, i), spans in found.items()
       if i == number
     }
     if any(of_devices.values()):
@@ -125,11 +127,10 @@ def exchanges(space: bytes, group: GroupConfig) -> Iterator[dict[str, Any]]:
 
 def _spans(
   space: bytes, mesh: jax.sharding.Mesh
-) -> dict[tuple[jax.Device, int], list[list[_Span]]]:
-  """Returns the spans by device and program, in a list for each line.
+) -> dict[tuple[jax.Device, int], list[_Span]]:
+  """Returns the spans by device and program, sorted by their begin.
 
-  On CPUs a line is a thread, on GPUs a stream. The profile of a TPU names
-  programs only in the spans of whole launches.
+  The profile of a TPU names programs only in the spans of whole launches.
   """
   data = jax.profiler.ProfileData.from_serialized_xspace(space)
   devices = {}
@@ -158,7 +159,6 @@ def _spans(
     ]
     launches.sort()
     for line in lines:
-      own: Any = collections.defaultdict(list)
       if is_tpu and line.name != "XLA Ops":
         continue
       for e in line.events:
@@ -175,9 +175,9 @@ def _spans(
         if device and name and program is not None:
           begin = (start_ns + e.start_ns) * 1e-9
           span = name, begin, begin + e.duration_ns * 1e-9
-          own[device, int(program) % 2**64].append(span)
-      for key, spans in own.items():
-        found[key].append(sorted(spans, key=lambda span: span[1]))
+          found[device, int(program) % 2**64].append(span)
+  for spans in found.values():
+    spans.sort(key=lambda span: span[1])
   return dict(found)
 
 
@@ -203,7 +203,7 @@ class _Instruction:
   calls: list[int]
 
 
-class _Program:
+class Program:
   """The collectives of an optimized program that belong to ops.
 
   Attributes:
@@ -215,15 +215,21 @@ class _Program:
     by_field = _by_field(module)
     self.name = str(by_field[1][0], "utf-8")
     self._all: dict[int, _Instruction] = {}
+    (self._entry,) = by_field[6]
+    # The computation of each instruction, by its name.
+    self._body: dict[str, int] = {}
     bodies: dict[int, list[int]] = {}
     for body in map(_by_field, by_field[3]):
-      ids = bodies[body[5][0]] = []
+      (number,) = body[5]
+      ids = bodies[number] = []
       for fields in map(_by_field, body[2]):
         metadata = _by_field(fields[7][0]) if fields[7] else {}
         (key,) = fields[35]
         ids.append(key)
+        name = str(fields[1][0], "utf-8")
+        self._body[name] = number
         self._all[key] = _Instruction(
-          str(fields[1][0], "utf-8"),
+          name,
           str(fields[2][0], "utf-8"),
           str(b"".join(metadata.get(2, [])), "utf-8"),
           _integers(fields[36]),
@@ -233,8 +239,6 @@ class _Program:
     for key, x in self._all.items():
       for operand in x.operands:
         self._users[operand].append(key)
-    # In a launch, an instruction of the entry runs once.
-    self._entry = {self._all[i].name for i in bodies[by_field[6][0]]}
     # The name of the collective that an instruction begins or ends.
     self._collectives: dict[str, str] = {}
     self._ends: set[str] = set()
@@ -251,7 +255,7 @@ class _Program:
   def _add(self, start: int, key: int) -> None:
     """Adds the collective `key`, which the instruction `start` starts."""
     name = self._all[key].name
-    op = self._scope([key, start])
+    op = self._op([key, start])
     if op is None or (start == key and name in self.ops):
       return
     if op.op != "ep_prepare" and "to-all" not in self._all[key].opcode:
@@ -259,6 +263,7 @@ class _Program:
       op = op._replace(op="ep_check")
     self.ops[name] = op
     self._collectives |= {name: name, self._all[start].name: name}
+    self._body[name] = self._body[self._all[start].name]
     pending = [start]
     while pending:
       for i in self._users[pending.pop()]:
@@ -267,65 +272,72 @@ class _Program:
           self._collectives[self._all[i].name] = name
           self._ends.add(self._all[i].name)
 
-  def _scope(self, keys: list[int]) -> Op | None:
+  def _op(self, keys: list[int]) -> Op | None:
     """Returns the op of a collective; None if it belongs to no op.
 
     Some passes of XLA drop the metadata of collectives. The op is then in the
-    metadata of the instruction that made the rows or that reads them, whichever
-    is nearer.
+    metadata of the instruction that gathers the rows: of a producer if the op
+    gathers rows and then sends them, and otherwise of a user.
     """
-    up, down = keys, keys
-    for _ in range(_MAX_DISTANCE):
-      for key in {*up, *down}:
-        if match := _SCOPE.search(self._all[key].op_name):
-          return Op(*match.groups())
-      up = [i for key in self._unnamed(up) for i in key.operands[:1]]
-      down = [
-        i
-        for key in down
-        if not self._all[key].op_name
-        for i in self._users[key]
-      ]
+    for names, step in (
+      (_GATHER_FIRST, lambda key: self._all[key].operands[:1]),
+      (_SEND_FIRST, self._users.__getitem__),
+    ):
+      near = keys
+      for _ in range(_MAX_DISTANCE):
+        named = [x for key in near if (x := self._all[key].op_name)]
+        for match in filter(None, map(_SCOPE.search, named)):
+          if near is keys or match[1] in names:
+            return Op(*match.groups())
+        if named and near is keys:
+          return None
+        near = [
+          other
+          for key in near
+          if not self._all[key].op_name
+          for other in step(key)
+        ]
     return None
 
-  def _unnamed(self, keys: Iterable[int]) -> list[_Instruction]:
-    return [x for x in map(self._all.__getitem__, keys) if not x.op_name]
-
   def executions(
-    self, lines: list[list[_Span]]
-  ) -> dict[tuple[str, int], list[tuple[float, float]]]:
-    """Returns begins and ends on a device, by collective and launch."""
-    begins: dict[str, list[float]] = collections.defaultdict(list)
-    found: list[tuple[str, float, float]] = []
-    for spans in lines:
-      last: dict[str, int] = {}
-      for (before, *_), (name, begin, end) in itertools.pairwise(
-        [("", 0.0, 0.0), *spans]
-      ):
-        if name in self._entry:
-          begins[name].append(begin)
-        site = self._collectives.get(name)
-        if site is None:
-          continue
-        # Several kernels of a GPU can belong to a collective.
-        is_more = name in self._ends or self._collectives.get(before) == site
-        if is_more and site in last:
-          found[last[site]] = site, found[last[site]][1], end
-        else:
-          last[site] = len(found)
-          found.append((site, begin, end))
-    # A launch begins with the instruction whose last run is the earliest.
-    first = min(map(sorted, begins.values()), key=lambda x: x[-1], default=[])
-    ran: dict[Any, Any] = collections.defaultdict(list)
-    for site, begin, end in sorted(found, key=lambda x: x[1]):
-      launch = bisect.bisect(first, begin) - 1 - len(first)
-      ran[site, launch].append((begin, end))
+    self, spans: list[_Span]
+  ) -> dict[tuple[str, int], list[list[float]]]:
+    """Returns [begin, end] on a device, by collective and launch.
+
+    An instruction runs once in each run of its computation, which is the entry
+    or the body of a loop. On GPUs, it can have several spans, one per kernel.
+    """
+    begins: dict[int, dict[str, list[float]]] = collections.defaultdict(
+      lambda: collections.defaultdict(list)
+    )
+    for name, begin, _ in spans:
+      if name in self._body:
+        begins[self._body[name]][name].append(begin)
+    # A run begins with the first instruction that has one span per run.
+    runs = {
+      body: min(of_names.values(), key=lambda x: (len(x), x[-1]))
+      for body, of_names in begins.items()
+    }
+    first = runs.get(self._entry, [])
+    found: dict[Any, list[float]] = {}
+    last: dict[str, list[float]] = {}
+    for name, begin, end in spans:
+      if site := self._collectives.get(name):
+        if name not in self._ends:
+          launch = bisect.bisect(first, begin) - 1 - len(first)
+          run = bisect.bisect(runs[self._body[name]], begin)
+          last[site] = found.setdefault((site, launch, run), [begin, end])
+        if site in last:
+          last[site][1] = max(last[site][1], end)
+    ran: dict[Any, list[list[float]]] = collections.defaultdict(list)
+    for (site, launch, _), span in found.items():
+      ran[site, launch].append(span)
     return dict(ran)
 
 
-def _programs(space: bytes) -> dict[int, _Program]:
+def _programs(space: bytes) -> dict[int, Program]:
   """Returns the programs of a profile by their numbers."""
-  programs: dict[int, _Program] = {}
+  programs: dict[int, Program] = {}
   for plane in map(_by_field, _by_field(memoryview(space))[1]):
     if plane[2] and bytes(plane[2][0]) == b"/host:metadata":
       for entry in map(_by_field, plane[4]):
@@ -333,7 +345,7 @@ def _programs(space: bytes) -> dict[int, _Program]:
         number = _number(str(metadata[2][0], "utf-8"))
         protos = [p for s in map(_by_field, metadata[5]) for p in s[6]]
         if number is not None and protos:
-          programs[number] = _Program(_by_field(protos[0])[1][0])
+          programs[number] = Program(_by_field(protos[0])[1][0])
   return programs
 
 
@@ -349,13 +361,13 @@ def _by_field(message: memoryview) -> dict[int, list[Any]]:
     kind = key & 7
     if kind == 0:
       value, at = _varint(message, at)
-    else:
-      if kind == 2:
-        size, at = _varint(message, at)
-      else:
-        size = {1: 8, 5: 4}[kind]
-      value, at = message[at : at + size], at + size
-    fields[key >> 3].append(value)
+      fields[key >> 3].append(value)
+      continue
+    size = {1: 8, 5: 4}.get(kind, 0)
+    if not size:
+      size, at = _varint(message, at)
+    fields[key >> 3].append(message[at : at + size])
+    at += size
   return fields
 
 
