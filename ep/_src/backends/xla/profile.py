@@ -133,10 +133,11 @@ def _spans(
   The profile of a TPU names programs only in the spans of whole launches.
   """
   data = jax.profiler.ProfileData.from_serialized_xspace(space)
-  devices = {}
-  for d in mesh.local_devices:
-    is_cpu = d.platform == "cpu"
-    devices["CPU" if is_cpu else d.local_hardware_id, d.id * is_cpu] = d
+  # By the name of the plane, and by the device in a plane of several devices.
+  devices = {
+    ("CPU", d.id) if d.platform == "cpu" else (d.local_hardware_id, 0): d
+    for d in mesh.local_devices
+  }
   # Convert times to the monotonic clock, which counts from a later time: the
   # files of `ep.trace` would round nanoseconds since 1970.
   start_ns = time.monotonic_ns() - time.time_ns()
