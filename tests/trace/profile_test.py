@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from cases import Case
+from conftest import make_mesh
 import ep
 from ep._src.backends.xla import profile
 from ep._tools.trace import explain, trace
-from groups import layer, of_one_process, spec
+from groups import bootstrap, of_one_process, spec
 from op_functions import Ops
 
 LATE_S = 0.03
@@ -29,7 +30,7 @@ LAYERS = "a", "b"
 @pytest.fixture(scope="module")
 def step():
   """Returns a program of two layers; a rank may be late at one ep_combine."""
-  group = layer().group
+  group = bootstrap(make_mesh({"ep": 4}), backend="xla")
   configs = [ep.EpLayerConfig(group, name=name) for name in LAYERS]
 
   def nap(rank, late, name, number):

@@ -268,7 +268,7 @@ def test_a_file_is_read_while_the_next_trace_of_it_begins(folder):
     assert ep.explain(path).num_steps == 5
 
 
-def test_a_trace_changes_programs_of_xla_alone():
+def test_a_variable_changes_programs_of_xla_alone():
   config = layer()
   idx = Case(config).put(Case(config).topk_idx)
 

@@ -314,11 +314,16 @@ class Program:
     for name, begin, _ in spans:
       if name in self._body:
         begins[self._body[name]][name].append(begin)
-    # A run begins with the first instruction that has one span per run.
-    runs = {
-      body: min(of_names.values(), key=lambda x: (len(x), x[-1]))
-      for body, of_names in begins.items()
-    }
+    # A run begins with the first instruction. Of the instructions, most have a
+    # span per run, and some none in the first run, which began before the trace.
+    runs = {}
+    for body, of_names in begins.items():
+      counts = collections.Counter(map(len, of_names.values()))
+      ((usual, _),) = counts.most_common(1)
+      runs[body] = min(
+        (x for x in of_names.values() if usual - 1 <= len(x) <= usual),
+        key=lambda x: x[-1],
+      )
     first = runs.get(self._entry, [])
     found: dict[Any, list[float]] = {}
     last: dict[str, list[float]] = {}
