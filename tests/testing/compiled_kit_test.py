@@ -21,7 +21,7 @@ from testing_subjects import XLA
 
 from benchmarks import targets
 from benchmarks.workload import AXIS, SPEC
-from ep._src.backends.xla import profile
+from ep._src.backends.xla import hlo
 from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
 from ep.testing._variants import Draw
@@ -78,4 +78,4 @@ def _ops(program):
   """Counts the ops whose collectives `ep.trace` would find in a profile."""
   (module,) = program.runtime_executable().hlo_modules()
   proto = memoryview(module.as_serialized_hlo_module_proto())
-  return collections.Counter(x.op for x in profile.Program(proto).ops.values())
+  return collections.Counter(x.op for x in hlo.Program(proto).ops.values())

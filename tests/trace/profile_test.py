@@ -268,13 +268,16 @@ def test_a_profile_of_gpus():
     # Rank 0 has the end of a launch that began before the profile.
     for at in ([-20_000] if rank == 0 else []) + [*STEPS_US]:
       at += 20_000
-      main += [
+      launch = [
         kernel("loop_gather_fusion", at, at + 100),
         kernel("loop_multiply_fusion", at + 9000, at + 9100),
         kernel("all-reduce-start", at + 9200, at + 9300),
         kernel("ragged-all-to-all.2.2", at + 9400, at + 9900),
         kernel("loop_convert_fusion", at + 9950, at + 9990),
-      ][2 if at == 0 else 0 :]
+      ]
+      if (rank, at) == (0, 80_000):
+        del launch[1]  # Profiles of GPUs sometimes lack a kernel.
+      main += launch[0 if at else 2 :]
       if at:
         other += [
           kernel("ragged-all-to-all.4", at + 200 + late, at + 220 + late),

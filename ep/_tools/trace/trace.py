@@ -68,12 +68,12 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 
   Args:
     group: a group with devices. A group that replaces it by `ep_resize` is not
-      traced. Programs do not change. With "nccl", times are of the GPUs' clocks,
-      and `group.check()` and the end of the context wait for the device. With
-      "xla", JAX's profiler runs inside the context, so trace a few steps, and
-      wait for earlier results before. A rank arrives when its span of XLA's
-      collective begins. The profile has no rows and bytes (-1), and it has the
-      ops of all groups on these devices. Steps count back from the last, -1.
+      traced. Programs do not change. With "nccl", times are of the GPUs'
+      clocks, and `group.check()` and the end of the context wait for the
+      device. With "xla", JAX's profiler runs inside the context, so trace a few
+      steps. A rank arrives when its span of XLA's collective begins. A profile
+      has no rows and bytes (-1), and has the ops of all groups on these
+      devices. Steps count back from the last one, which is -1.
     path: the file to write; compressed if its name ends with ".gz".
 
   Raises:
