@@ -30,12 +30,16 @@ PRESENT = "v5e" if importlib.util.find_spec("libtpu") else "h100x4"
 TARGET = os.environ.get("EP_TEST_TARGET")
 # One variant of each setting; routings share their programs.
 VARIANTS = [*{x.setting(): x for x in Draw(XLA, 0).every_kind()}.values()]
-# Dispatch sends rows and weights, and so does its gradient.
-FORWARD = ["ep_prepare", "ep_dispatch", "ep_dispatch"]
+# The collectives of each program. Dispatch sends rows and weights.
+DISPATCH, BACK = 2 * ["ep_dispatch"], 2 * ["ep_dispatch_bwd"]
 OPS = {
-  "forward": [*FORWARD, "ep_combine"],
-  "pullback": [*FORWARD, "ep_combine_bwd", *2 * ["ep_dispatch_bwd"]],
-}
+  "forward": ["ep_prepare", *DISPATCH, "ep_combine"],
+  "pullback": ["ep_prepare", *DISPATCH, "ep_combine_bwd", *BACK],
+  "pushforward": ["ep_prepare", *DISPATCH, *DISPATCH, "ep_combine"],
+  "second_pullback": [
+    "ep_prepare", *DISPATCH, *DISPATCH, "ep_combine", "ep_combine_bwd", *BACK,
+  ],
+}  # fmt: skip
 SHORT = [x for x in VARIANTS if x.tokens < 1000]
 
 
@@ -70,8 +74,7 @@ def test_programs_of_the_kit(variant):
   for name in ("forward", "pullback", "pushforward", "second_pullback"):
     program = _lower(name, trial, oracle, inputs).compile()
     assert "ragged-all-to-all" in program.as_text()
-    if name in OPS:
-      assert _ops(program) == collections.Counter(OPS[name])
+    assert _ops(program) == collections.Counter(OPS[name])
 
 
 def _ops(program):

@@ -143,8 +143,9 @@ def hlo(*computations):
       _3=[
         encoded(
           _5=number,
+          _6=body[-1][0],
           _2=[
-            encoded(_1=name, _2=opcode, _7=encoded(_2=op_name), _35=key,
+            encoded(_1=name, _2=opcode, _7=encoded(_2=op_name), _9=0, _35=key,
                     _36=operands, _38=calls)
             for key, name, opcode, op_name, operands, calls in body
           ],
@@ -235,20 +236,28 @@ def times_ms(exchanges, op):
 def test_a_profile_of_gpus():
   """XLA:GPU drops the metadata of a ragged all-to-all, and has streams."""
   gather = SCOPE.format("dispatch", "gather")
-  combine = SCOPE.format("combine", "convert_element_type")
+  combine = SCOPE.format("combine", "gather")
   sent = "ragged-all-to-all", "ragged-all-to-all"
   program = hlo(
-    [(10, f"{sent[0]}.4", sent[1], "", [], [])],
     [
-      (20, "loop_gather_fusion", "fusion", gather, [], []),
+      (9, "param_0.1", "parameter", "", [], []),
+      (10, f"{sent[0]}.4", sent[1], "", [9], []),
+    ],
+    [
+      (11, "param_0.2", "parameter", "", [], []),
+      (12, "gather.8", "gather", combine, [11], []),
+      (13, "add.9", "add", "jit(step)/add", [12], []),
+    ],
+    [
+      (20, "loop_gather_fusion", "gather", gather, [], []),
       (21, "bitcast.22.0", "bitcast", "", [20], []),
       (22, f"{sent[0]}-start", "async-start", "", [21], [0]),
       (23, f"{sent[0]}-done", "async-done", "", [22], []),
-      (24, "loop_multiply_fusion", "fusion", "jit(step)/mul", [23], []),
+      (24, "loop_multiply_fusion", "multiply", "jit(step)/mul", [23], []),
       (25, "all-reduce-start", "all-reduce-start", "jit(step)/psum", [24], []),
       (26, "all-reduce-done", "all-reduce-done", "jit(step)/psum", [25], []),
       (27, f"{sent[0]}.2.2", sent[1], "", [26], []),
-      (28, "loop_convert_fusion", "fusion", combine, [27], []),
+      (28, "loop_add_fusion", "fusion", "jit(step)/add", [27], [1]),
     ],
   )
 
@@ -273,7 +282,7 @@ def test_a_profile_of_gpus():
         kernel("loop_multiply_fusion", at + 9000, at + 9100),
         kernel("all-reduce-start", at + 9200, at + 9300),
         kernel("ragged-all-to-all.2.2", at + 9400, at + 9900),
-        kernel("loop_convert_fusion", at + 9950, at + 9990),
+        kernel("loop_add_fusion", at + 9950, at + 9990),
       ]
       if (rank, at) == (0, 80_000):
         del launch[1]  # Profiles of GPUs sometimes lack a kernel.
@@ -306,7 +315,7 @@ def test_a_profile_of_tpus():
   """XLA:TPU turns the gather of `ep_prepare` into an all-reduce."""
   program = hlo(
     [
-      (10, "fusion.2", "fusion", "jit(step)/add", [], []),
+      (10, "fusion.2", "add", "jit(step)/add", [], []),
       (11, "ragged_all_to_all.40", "ragged-all-to-all",
        SCOPE.format("combine", "ragged_all_to_all"), [10], []),
     ],

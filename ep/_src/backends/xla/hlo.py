@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 _COLLECTIVE = re.compile(
   r"(ragged-all-to-all|all-(to-all|gather|reduce)|collective-permute"
-  r"|reduce-scatter|async)(-start)?"
+  r"|reduce-scatter)(-start)?"
 )
 _SCOPE = re.compile(r"(ep_\w+)\[([^]]*)\]")
-# The ops that gather rows before they send them, and the other ops.
-_GATHER_FIRST = "ep_prepare", "ep_dispatch", "ep_combine_bwd"
-_SEND_FIRST = "ep_prepare", "ep_combine", "ep_dispatch_bwd"
-# How far the instruction that names a collective may be; see `Program._op`.
-_MAX_DISTANCE = 4
+# The ops that gather rows and then send them, and those that gather received
+# rows.
+_GATHER_SENT = "ep_dispatch", "ep_combine_bwd"
+_GATHER_RECEIVED = "ep_combine", "ep_dispatch_bwd"
+# How far the gather may be from the collective; see `Program._op`.
+_MAX_DISTANCE = 12
 # An instruction, as (name, begin, end); times are in seconds.
 Span = tuple[str, float, float]
 
@@ -32,13 +33,22 @@ class Op(NamedTuple):
   layer: str
 
 
+def _op_in(op_name: str) -> Op | None:
+  match = _SCOPE.search(op_name)
+  return Op(*match.groups()) if match else None
+
+
 @dataclasses.dataclass
 class _Instruction:
-  """An instruction of HLO; `operands` and `calls` are ids."""
+  """An instruction of HLO; `operands` and `calls` are ids.
+
+  `index` is the number of a parameter, or of a tuple's element.
+  """
 
   name: str
   opcode: str
   op_name: str
+  index: int
   operands: list[int]
   calls: list[int]
 
@@ -59,8 +69,10 @@ class Program:
     # The computation of each instruction, by its name.
     self._body: dict[str, int] = {}
     bodies: dict[int, list[int]] = {}
+    roots: dict[int, int] = {}
     for body in map(_by_field, by_field[3]):
       (place,) = body[5]
+      (roots[place],) = body[6]
       ids = bodies[place] = []
       for fields in map(_by_field, body[2]):
         metadata = _by_field(fields[7][0]) if fields[7] else {}
@@ -72,9 +84,23 @@ class Program:
           name,
           str(fields[2][0], "utf-8"),
           str(b"".join(metadata.get(2, [])), "utf-8"),
+          sum(fields[9] + fields[13]),
           _integers(fields[36]),
           _integers(fields[38]),
         )
+    for x in self._all.values():
+      if x.opcode in ("fusion", "async-start"):
+        # Connect the instructions of the fusion with its operands and users.
+        for y in map(self._all.__getitem__, bodies[x.calls[0]]):
+          if y.opcode == "parameter":
+            y.operands = [x.operands[y.index]]
+        x.operands = [roots[x.calls[0]]]
+    for x in self._all.values():
+      if x.opcode == "get-tuple-element":
+        results = self._all[x.operands[0]]
+        root = self._all[results.operands[0]] if results.operands else results
+        if results.opcode == "fusion" and root.opcode == "tuple":
+          x.operands = [root.operands[x.index]]
     self._users: dict[int, list[int]] = collections.defaultdict(list)
     for key, x in self._all.items():
       for operand in x.operands:
@@ -92,7 +118,7 @@ class Program:
   def _add(self, start: int, key: int) -> None:
     """Adds the collective `key`, which the instruction `start` starts."""
     name = self._all[key].name
-    op = self._op([key, start])
+    op = self._op(key)
     if op is None or (start == key and name in self.ops):
       return
     if op.op != "ep_prepare" and "to-all" not in self._all[key].opcode:
@@ -109,32 +135,39 @@ class Program:
           self._collectives[self._all[i].name] = name
           self._ends.add(self._all[i].name)
 
-  def _op(self, keys: list[int]) -> Op | None:
+  def _op(self, key: int) -> Op | None:
     """Returns the op of a collective; None if it belongs to no op.
 
-    Some passes of XLA drop the metadata of collectives. The op is then in the
-    metadata of the instruction that gathers the rows: of a producer if the op
-    gathers rows and then sends them, and otherwise of a user.
+    XLA drops the metadata of some collectives. The metadata of the op's gather
+    then names the op. No path to the gather of another op is without its
+    collective.
     """
-    for names, step in (
-      (_GATHER_FIRST, lambda key: self._all[key].operands[:1]),
-      (_SEND_FIRST, self._users.__getitem__),
+    x = self._all[key]
+    if x.op_name:
+      return _op_in(x.op_name)
+    is_rows = "to-all" in x.opcode
+    down: tuple[str, ...] = _GATHER_RECEIVED
+    if not is_rows:
+      down += ("ep_prepare",)
+    last = "/gather" if is_rows else "/all_gather"
+    for ops, near, step in (
+      (_GATHER_SENT, x.operands[:1], lambda key: self._all[key].operands),
+      (down, self._users[key], self._users.__getitem__),
     ):
-      near = keys
+      seen: set[int] = set()
       for _ in range(_MAX_DISTANCE):
-        named = [x for key in near if (x := self._all[key].op_name)]
-        for match in filter(None, map(_SCOPE.search, named)):
-          if near is keys or match[1] in names:
-            return Op(*match.groups())
-        if named and near is keys:
-          return None
         near = [
-          other
-          for key in near
-          if not self._all[key].op_name
-          for other in step(key)
-          if not _COLLECTIVE.fullmatch(self._all[other].opcode)
+          key
+          for key in dict.fromkeys(near)
+          if key not in seen
+          and not _COLLECTIVE.fullmatch(self._all[key].opcode)
         ]
+        seen.update(near)
+        for name in (self._all[key].op_name for key in near):
+          op = _op_in(name)
+          if op and op.op in ops and name.endswith(last):
+            return op
+        near = [other for key in near for other in step(key)]
     return None
 
   def executions(
