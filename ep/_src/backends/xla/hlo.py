@@ -18,8 +18,7 @@ _COLLECTIVE = re.compile(
   r"|reduce-scatter)(-start)?"
 )
 _SCOPE = re.compile(r"(ep_\w+)\[([^]]*)\]")
-# The ops that gather rows and then send them, and those that gather received
-# rows.
+# The ops that gather the rows to send, and the ops that gather received rows.
 _GATHER_SENT = "ep_dispatch", "ep_combine_bwd"
 _GATHER_RECEIVED = "ep_combine", "ep_dispatch_bwd"
 # How far the gather may be from the collective; see `Program._op`.
