@@ -91,7 +91,8 @@ def test_the_late_rank_is_blamed(folder):
   assert 0.08 < first.late_s < 0.5
   events = ep._tools.trace.trace.load(path)["exchanges"]
   assert [e["op"] for e in events].count("ep_combine") == 6
-  assert all(min(e["rows"]) >= 0 for e in events)
+  if BACKEND != "xla":
+    assert all(min(e["rows"]) >= 0 for e in events)
 
 
 def test_perfetto_binds_slices_and_arrows(folder):
@@ -150,7 +151,7 @@ def test_a_trace_keeps_no_more_than_it_states(folder, monkeypatch):
   monkeypatch.setattr(stamps, "_KEPT", 4)
   path = folder / "steps.json"
   group = layer().group
-  with ep.trace(group, path):
+  with contexts.in_trace(True), ep.trace(group, path):
     run(layer())
     assert len(group.connection._stamps._ends) <= 4
   content = json.loads(path.read_text())["ep"]
@@ -163,8 +164,10 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   folder = folder / "new"
   monkeypatch.setenv("EP_TRACE", str(folder))
   for name, num_steps in ("a/b", 6), ("c", 1):
-    group = bootstrap(make_mesh({"ep": 4}), name=name)
-    with contexts.in_trace(True), group:  # As if `import ep` saw EP_TRACE.
+    with (
+      contexts.in_trace(True),  # As if `import ep` saw EP_TRACE.
+      bootstrap(make_mesh({"ep": 4}), name=name) as group,
+    ):
       run(ep.EpLayerConfig(group, name="moe_3"), 1, num_steps)
       with pytest.raises(RuntimeError, match="is traced already; end"):
         with ep.trace(group, folder / "x"):
@@ -184,8 +187,8 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
 def test_groups_of_one_name_have_separate_files(folder, monkeypatch):
   """Groups after a resize, and of each process, as if after two restarts."""
   monkeypatch.setenv("EP_TRACE", str(folder))
-  group = bootstrap(make_mesh({"ep": 4}), name="x/y")
   with contexts.in_trace(True):
+    group = bootstrap(make_mesh({"ep": 4}), name="x/y")
     run(ep.EpLayerConfig(group), num_steps=3)
     with ep.ep_resize(group, max_tokens_per_rank=9) as larger:
       run(ep.EpLayerConfig(larger), num_steps=2)
@@ -296,7 +299,7 @@ def test_a_file_is_read_while_the_next_trace_of_it_begins(folder):
     assert ep.explain(path).num_steps == 5
 
 
-def test_a_trace_changes_programs_of_xla_alone():
+def test_a_variable_changes_programs_of_xla_alone():
   config = layer()
   idx = Case(config).put(Case(config).topk_idx)
 

@@ -62,7 +62,7 @@ class OpParams:
     tail: the rows that dispatch writes past the last slab: "zero",
       "unspecified" or, in checked mode, "nan".
     checked: whether JAX traced the op in checked mode.
-    in_trace: whether JAX traced the op inside `ep.trace`, or with EP_TRACE.
+    in_trace: whether JAX traced the op with EP_TRACE.
   """
 
   connection: Connection = dataclasses.field(repr=False)

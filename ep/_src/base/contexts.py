@@ -61,7 +61,7 @@ def tail(asked: str) -> str:
   return "nan" if is_checked() else asked
 
 
-# Whether programs that JAX traces now also record times for `ep.trace`.
+# Whether programs that JAX traces now also record times, with "xla".
 in_trace = jax.make_user_context(
   default_value=os.environ.get("EP_TRACE", "") != ""
 )

@@ -138,7 +138,7 @@ class Domain:
     prepared: dict[str, tuple[np.ndarray, Any]] = {}
     loads = []
     for i, e in enumerate(step):
-      if e["op"] == "ep_prepare":
+      if e["op"] == "ep_prepare" and min(e["rows"]) >= 0:
         rows = np.maximum(e["rows"], 1)
         prepared[e["layer"]] = rows / rows.mean(), e["tokens"]
       load = ratio, tokens = prepared.get(e["layer"], unknown)

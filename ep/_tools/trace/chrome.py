@@ -77,7 +77,7 @@ def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
         arrow = dict(cat="last", id=number * size + rank)
         add("s", "last", domain, tids[last], begins[last], **arrow)
         add("f", "last", domain, tid, begins[rank], bp="e", **arrow)
-    if e["op"] == "ep_prepare":
+    if e["op"] == "ep_prepare" and min(e["rows"]) >= 0:
       rows, layer = np.array(e["rows"]), e["layer"]
       loads = enumerate(itertools.chain(*e["tokens"]))
       for name, args in (

@@ -17,7 +17,7 @@ import zlib
 import jax
 import numpy as np
 
-from ep._src.base import arguments, compat, contexts, meshes
+from ep._src.base import arguments, compat, meshes
 from ep._src.group import agreement, liveness
 from ep._src.group.group import EpGroup
 from ep._tools.trace import chrome
@@ -63,23 +63,26 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
   is then traced for its whole life, and ep.explain merges the files. Each group
   has its own trace, "NAME.json.gz"; the second group with a name, for instance
   after `ep_resize`, has "NAME@2.json.gz". Another run in the folder overwrites
-  the files.
+  the files. With "xla", programs then call Python before and after each op,
+  which takes time, and XLA may fuse the ops around it differently. They record
+  rows and bytes, and an iteration of a loop counts as a step.
 
   Args:
     group: a group with devices. A group that replaces it by `ep_resize` is not
-      traced. With "host" and "nccl", programs do not change. With "nccl", times
-      are of the GPUs' clocks, and `group.check()` and the end of the context
-      wait for the device. With "xla", JAX traces programs again inside the
-      context: they call Python before and after each op, which takes time, and
-      XLA may fuse the ops around it differently. An iteration of a loop then
-      counts as a step.
+      traced. Programs do not change. With "nccl", times are of the GPUs'
+      clocks, and `group.check()` and the end of the context wait for the
+      device. With "xla", JAX's profiler runs inside the context, so trace a few
+      steps. A rank arrives when its span of XLA's collective begins. A profile
+      has no rows and bytes (-1), and has the ops of all groups on these
+      devices. Steps count back from the last one, which is -1.
     path: the file to write; compressed if its name ends with ".gz".
 
   Raises:
     ValueError, OSError: the group has no trace, or the file cannot be written.
       Other processes raise a RuntimeError.
     RuntimeError: the group was finalized or is traced already, another group
-      of the job is traced to the path, or a process did not enter the context.
+      of the job is traced to the path, JAX's profiler runs already ("xla"), or
+      a process did not enter the context.
   """
   group.connection.check_open("ep.trace")
   arguments.check(
@@ -103,7 +106,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
       merge_files(path)
 
   with claim:
-    with stack, contexts.in_trace(True):
+    with stack:
       _do_on_all(group, start)
       yield
       _do_on_all(group, stack.close)

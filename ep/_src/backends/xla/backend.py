@@ -17,9 +17,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.xla import checks, exchanges, plans, stamps
+from ep._src.backends.xla import checks, exchanges, plans, profile, stamps
 from ep._src.backends.xla.plans import Dims, Plan
-from ep._src.base import compat, meshes
+from ep._src.base import compat, contexts, meshes
 from ep._src.base.backend import Backend, Connection, Join, OpParams
 from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig
@@ -41,6 +41,7 @@ class XlaConnection(Connection):
     super().__init__(group)
     self.has_trace = meshes.has_devices(group.mesh)
     self._stamps = stamps.Stamps(group)
+    self._recorder: stamps.Stamps | profile.Profile = self._stamps
     self._programs = ProgramNames(group.name)
 
   def mem_bytes(self, params: OpParams) -> int:
@@ -84,13 +85,17 @@ class XlaConnection(Connection):
     return compat.lower_local(scope(fn))(ctx, *operands)
 
   def _start_trace(self, part: str) -> None:
-    self._stamps.start(part)
+    is_in_program = contexts.in_trace.value
+    self._recorder = (
+      self._stamps if is_in_program else profile.Profile(self.group)
+    )
+    self._recorder.start(part)
 
   def _stop_trace(self) -> None:
-    self._stamps.stop()
+    self._recorder.stop()
 
   def _close(self) -> None:
-    self._stamps.stop()
+    self._recorder.stop()
 
 
 def _row_bytes(mem: Any, rows: Any = None, *_: Any) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records times of ops for `ep.trace`, by calls of Python; backend "xla".
+"""Records times of ops for EP_TRACE, by calls of Python; backend "xla".
 
-XLA does not report when a rank waits and when it sends rows. So a traced
-program calls Python when all operands of an op are ready, and after the op. The
+EP_TRACE traces a whole run, and a profile of a whole run would be too large. So
+programs call Python when all operands of an op are ready, and after the op. The
 op's exchange begins when the last rank arrives.
 """
 
