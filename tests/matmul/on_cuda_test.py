@@ -12,7 +12,7 @@ import pytest
 
 from cases import jit_quickly
 import ep
-from ep._src.matmul import by_mosaic, by_ragged_dot, by_static_tiles, on_cuda
+from ep._src.matmul import by_ragged_dot, by_static_tiles, mosaic_sums, on_cuda
 
 
 class Device(types.SimpleNamespace):
@@ -56,8 +56,8 @@ def test_without_kernels(device, rows, matrices, chosen, why, caplog):
 @pytest.mark.parametrize(
   ("device", "accumulate"),
   [
-    (HOPPER, by_mosaic.in_registers),
-    (BLACKWELL, by_mosaic.in_tensor_memory),
+    (HOPPER, mosaic_sums.in_registers),
+    (BLACKWELL, mosaic_sums.in_tensor_memory),
   ],
 )
 def test_kernels(device, accumulate, monkeypatch, caplog):

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import compat
-from ep._src.matmul import by_mosaic, row_tiles
+from ep._src.matmul import mosaic_sums, row_tiles
 
 ROWS = COLUMNS = 64  # the rows and the columns of a block
 
@@ -106,7 +106,7 @@ def map_rows(
 
   out_type, num_thread_blocks = list(out_types), _PER_CORE * num_cores
   operands = num_blocks[None], *arrays
-  return list(by_mosaic.run(body, out_type, num_thread_blocks, *operands))
+  return list(mosaic_sums.run(body, out_type, num_thread_blocks, *operands))
 
 
 def _of_block(fn: Callable[..., Any], arrays: Sequence[jax.Array]) -> Any:

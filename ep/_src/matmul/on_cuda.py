@@ -32,7 +32,7 @@ _logger = logging.getLogger("ep")
 _FEW = 2  # With more matrices, a loop costs less than products with all rows.
 _SHORT = (jnp.bfloat16, jnp.float16)
 
-# For each compute capability: the function of by_mosaic.py that adds products,
+# For each compute capability: how mosaic_sums.py adds products there,
 # and the least number of rows and of columns of the kernels.
 _SUMS = {
   "9.0": ("in_registers", 64),
@@ -171,10 +171,10 @@ def _why_not(device: Any, run: Callable[..., Any], *types: Any) -> str | None:
 def _kernels(device: Any) -> Any:
   """Returns the functions of by_mosaic.py for `device`, as a namespace."""
   # Imported late, because not every JAX has Pallas Mosaic GPU.
-  from ep._src.matmul import by_mosaic
+  from ep._src.matmul import by_mosaic, mosaic_sums
 
   name, _ = _SUMS[device.compute_capability]
-  accumulate = getattr(by_mosaic, name)
+  accumulate = getattr(mosaic_sums, name)
   options = dict(num_cores=device.core_count, accumulate=accumulate)
   return types.SimpleNamespace(
     **{
