@@ -11,7 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
+from hosts import two_hosts
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -225,7 +227,6 @@ def test_the_memory_is_private_and_sealed(launcher):
 _PROGRAM = """
 import os, signal, time
 import ep
-import ep
 from ep import launch
 launch.initialize()
 import jax
@@ -260,14 +261,14 @@ print([float(x).hex() for x in np.concatenate(parts)])
 """
 
 
-def _check_result(folder, output, ranks):
+def _check_result(folder, output, ranks, restart=2):
   """Checks the last numbers: they are those of one rank, in 30 steps."""
   want = np.arange(12, dtype=np.float32)
   for _ in range(30):
     want = want * np.float32(1.25) + np.float32(1)
   found = []
   for rank in range(ranks):
-    log = (folder / "restart_2" / f"rank_{rank}.log").read_text()
+    log = (folder / f"restart_{restart}" / f"rank_{rank}.log").read_text()
     done = int(re.search(rf"begins after (\d+) of {ranks}", log)[1])
     assert done in (18, 21)  # a killed rank may not have finished step 21
     found += [float.fromhex(x) for x in re.findall(r"'(0x\S+)'", log)]
@@ -286,29 +287,56 @@ def test_survivors_go_on_from_a_snapshot(tmp_path, capsys):
   _check_result(tmp_path, capsys.readouterr().out, ranks=2)
 
 
+def _start(folder, killed, host, address, start=subprocess.Popen):
+  """Starts a launcher of two ranks on one of two hosts."""
+  program = folder / f"program_{host}.py"
+  program.write_text(f"import os, time\n{killed}\n{_PROGRAM}")
+  flags = ["--num_processes=2", "--num_hosts=2", "--max_restarts=2"]
+  flags += ["--min_processes=1", "--grace=5", "--timeout=200"]
+  flags += [f"--coordinator={address}", f"--host_id={host}"]
+  flags += [f"--log_dir={folder / str(host)}"]
+  argv = [sys.executable, "-m", "ep", "launch", *flags, str(program)]
+  env = programs.environment()
+  return start(argv, env=env, stdout=subprocess.PIPE, text=True)
+
+
 def test_a_host_goes_on_from_copies(tmp_path):
   """Host 0 loses a rank, and then host 1, whose launcher is killed."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
-    port = s.getsockname()[1]
-  program = tmp_path / "program.py"
-  killed = "KILLED = [(os.getpid, 0, 11, 1), (os.getppid, 1, 22, 2)]\n"
-  program.write_text("import os\n" + killed + _PROGRAM)
-  flags = ["--num_processes=2", "--num_hosts=2", "--max_restarts=2"]
-  flags += ["--min_processes=1", "--grace=5", "--timeout=200"]
-  flags += [f"--coordinator=127.0.0.1:{port}"]
-  launchers = []
-  for host in range(2):
-    own = [f"--host_id={host}", f"--log_dir={tmp_path / str(host)}"]
-    argv = [sys.executable, "-m", "ep", "launch", *flags, *own, str(program)]
-    launchers.append(
-      subprocess.Popen(
-        argv, env=programs.environment(), stdout=subprocess.PIPE, text=True
-      )
-    )
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  killed = "KILLED = [(os.getpid, 0, 11, 1), (os.getppid, 1, 22, 2)]"
+  launchers = [_start(tmp_path, killed, host, address) for host in range(2)]
   output, _ = launchers[0].communicate()
   launchers[1].communicate()
   assert launchers[0].returncode == 0, output
   assert launchers[1].returncode == -signal.SIGKILL, output
   assert "begins after 9 of 3" in output or "begins after 6 of 3" in output
   _check_result(tmp_path / "0", output, ranks=1)
+
+
+def test_a_host_goes_on_when_the_other_is_cut_off(tmp_path):
+  """Both ranks of host 0 go on, with a copy of the state of host 1."""
+  cut = tmp_path / "cut"
+  killed = f"""
+def wait():
+  open({str(cut)!r}, "w").close()
+  time.sleep(600)
+KILLED = [(wait, 0, 22, 2)]
+"""
+  with two_hosts() as both:
+    address = f"{both[0].address}:1234"
+    launchers = [
+      _start(tmp_path, killed, host.number, address, host.start)
+      for host in both
+    ]
+    deadline = time.monotonic() + 120
+    while not cut.exists():
+      assert time.monotonic() < deadline, launchers[0].poll()
+      time.sleep(0.1)
+    both[0].pull_the_cable()
+    output, _ = launchers[0].communicate()
+    assert launchers[1].wait(60) != 0
+  assert launchers[0].returncode == 0, output
+  assert "because host 1 (10.64.0.2) is out of reach" in output
+  _check_result(tmp_path / "0", output, ranks=2, restart=1)
