@@ -21,7 +21,7 @@ from environment import Environment
 _QUICK = "--xla_backend_optimization_level=0"
 # With JAX 0.12, importing Flax 0.12 raises an AttributeError.
 _IMPORT_RECIPES = """
-import pathlib, runpy
+import importlib.util, pathlib, runpy
 fault = ""
 try:
   import flax.nnx
@@ -30,6 +30,8 @@ except AttributeError as e:
 for path in sorted(pathlib.Path("examples/recipes").glob("*.py")):
   if fault and "from flax" in path.read_text():
     print(path.name, "was not imported: flax fails itself:", fault)
+  elif path.stem == "levanter" and not importlib.util.find_spec("levanter"):
+    print(path.name, "was not imported: Levanter is not installed")
   else:
     runpy.run_path(str(path))
 """
