@@ -125,6 +125,11 @@ ranks.require(
   lambda warmup, decay_steps: warmup < decay_steps,
 )
 ranks.require(
+  "trace ep",
+  "a trace needs ep of at least 2: one rank exchanges nothing",
+  lambda trace, ep: trace is None or ep > 1,
+)
+ranks.require(
   "plot",
   "the name of a picture must end with .png, .svg or .pdf",
   lambda plot: plot is None or plot.endswith((".png", ".svg", ".pdf")),

@@ -48,7 +48,7 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
 ):
   """The second run repeats the steps after the checkpoint, and adds more steps.
 
-  Starts with four ranks and continues with one rank, with fp8 rows.
+  Starts with four ranks and continues with two, on xla, with fp8 rows.
   """
   out = tmp_path / "run"
   path = out / "metrics.jsonl"
@@ -69,14 +69,14 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
 
   longer = _SAVE_EVERY + 60
   # The xla backend gives the host backend's bits only if XLA optimizes no code.
-  alone = "--dp=1", "--ep=1", "--backend=xla"
+  alone = "--dp=1", "--ep=2", "--backend=xla"
   trace = f"--trace={tmp_path}/steps.json.gz"
   picture = f"--plot={tmp_path}/run.svg"
   more = "--extend=60", "--dense", trace, picture
   given = *_TINY, "--wire=mxfp8", *alone, *more, f"--out={out}"
   code, output = programs.run_here(train_moe_lm.main, given, monkeypatch, capfd)
   assert code == 0, output
-  assert "1 x 1 (dp, ep) mesh, processes: 1" in output
+  assert "1 x 2 (dp, ep) mesh, processes: 1" in output
   assert "resuming after step " in output
   assert len(re.findall(r"\nloss .* held out\n", output)) == 2
   assert f"{out}; the same command with --extend" in output
@@ -107,6 +107,7 @@ def parse(monkeypatch):
     ("--hidden=48", "hidden must be a multiple of 32"),
     ("--wire=fp8_block128", "hidden must be a multiple of 128"),
     ("--warmup=600", "warmup must be shorter than decay_steps"),
+    ("--ep=1 --trace=x.json.gz", "a trace needs ep of at least 2"),
     ("--plot=run.txt", "must end with .png, .svg or .pdf"),
   ],
 )

@@ -7,6 +7,7 @@ file.
 
 from collections.abc import Callable
 import contextlib
+import math
 import pathlib
 from typing import Any, assert_type
 
@@ -212,6 +213,13 @@ def ranks() -> int:
     launch.initialize()
     return 0
   return launch.launch(["train.py"], num_processes=4, timeout_s=60.0)
+
+
+def watch(state: ep.moe.State) -> None:
+  with ep.watch(stall_s=300, exit_after_s=math.inf) as watched:
+    assert_type(watched, ep.watch)
+    with ep.watch.step("train") as launched:
+      assert_type(launched(state), ep.moe.State)
 
 
 def keep(state: ep.moe.State) -> None:
