@@ -28,7 +28,7 @@ import programs
 SNAPSHOT_EVERY = 3
 _PLAN = "EP_TEST_FAILURES"
 _FLAGS = (
-  "--dp=1 --ep=4 --num_processes=4 --warmup=5 --batch=8 --length=16 --layers=2"
+  "--dp=1 --ep=4 --num_processes=4 --warmup=5 --batch=8 --length=16 --layers=1"
   f" --hidden=32 --inner=16 --num_experts=4 --snapshot_every={SNAPSHOT_EVERY}"
   " --min_processes=2 --timeout_s=40"
 )
