@@ -360,8 +360,8 @@ class Hosts:
 def _left(told: Mapping[int, Losses], is_host_lost: bool) -> dict[int, int]:
   """Returns the ranks that each host has left.
 
-  After a sure loss, or that of a host, other ranks only reported it. Suspects
-  on several hosts may all report another rank.
+  After a sure loss of a rank or host, other ranks only reported it. Suspects on
+  several hosts may all report another rank.
   """
   is_sure = is_host_lost or any(each.is_sure for each in told.values())
   is_known = is_sure or sum(each.lost > 0 for each in told.values()) > 1

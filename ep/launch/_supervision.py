@@ -246,7 +246,7 @@ def _lost(
   """Returns ranks of this host that caused a failure, and whether it is sure.
 
   A rank that was killed is a cause. A rank that failed may only report another
-  one: if most ranks fail, those that do not may be the cause.
+  one: if most ranks fail, the ranks that run on may be the cause.
   """
   aborted = -signal.SIGABRT  # libraries abort a process whose peer is gone
   killed = [r for r in ranks if r in failed and (r.code or 0) < 0]

@@ -94,7 +94,7 @@ if restart < 2:
   ids=["max_restarts", "max_restarts_per_hour"],
 )
 def test_restarts_have_a_limit(tmp_path, capsys, limits, restarted):
-  """The exit code is that of the last attempt."""
+  """The exit code is the last attempt's."""
   assert _launch("sys.exit(10 + restart)", tmp_path, **limits) == 10 + restarted
   assert not (tmp_path / f"restart_{restarted + 1}").exists()
   name, value = list(limits.items())[-1]

@@ -89,7 +89,7 @@ class File:
     return data
 
   def write(self, step: int, index: Any, arrays: Sequence[memoryview]) -> None:
-    """Writes a generation, in the place of the older one.
+    """Writes a generation over the older one.
 
     Args:
       index: JSON; its size must not grow by more than a page from the first.

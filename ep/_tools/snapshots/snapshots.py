@@ -121,8 +121,8 @@ class Snapshots:
   def restore(self, like: Any) -> tuple[int, Any] | None:
     """Returns the newest snapshot that all ranks completed, and its step.
 
-    Collective over all ranks. The ranks may be fewer or more than those that
-    took the snapshot, and may divide arrays otherwise.
+    Collective over all ranks. Fewer or more ranks may have taken the snapshot,
+    and may have divided its arrays otherwise.
 
     Args:
       like: arrays, or values of `jax.ShapeDtypeStruct` with shardings, with the
