@@ -31,7 +31,7 @@ _PLAN = "EP_TEST_FAILURES"
 _FLAGS = (
   "--dp=1 --ep=4 --num_processes=4 --warmup=5 --batch=8 --length=16 --layers=2"
   f" --hidden=32 --inner=16 --num_experts=4 --snapshot_every={SNAPSHOT_EVERY}"
-  " --min_processes=2 --timeout_s=40"
+  " --timeout_s=40"
 )
 
 
@@ -129,14 +129,16 @@ class Run:
     ]
 
 
-def train(out: pathlib.Path, steps: int, failures: list[Failure]) -> Run:
+def train(
+  out: pathlib.Path, steps: int, failures: list[Failure], *more: str
+) -> Run:
   """Trains in the folder `out`; one restart is allowed for each failure."""
   fields = [dataclasses.astuple(each) for each in failures]
   done = subprocess.run(
     [
       *(sys.executable, __file__, "train", *_FLAGS.split()),
       *(f"--text={__file__}", f"--out={out}", f"--steps={steps}"),
-      f"--max_restarts={len(failures)}",
+      *(f"--max_restarts={len(failures)}", *more),
     ],
     env=programs.environment(**{_PLAN: json.dumps(fields)}),
     stdout=subprocess.PIPE,
@@ -180,10 +182,13 @@ def _train() -> None:
   app.run(train_moe_lm.main)
 
 
-def compare(folder: pathlib.Path, failures: list[Failure]) -> Run:
+def compare(
+  folder: pathlib.Path, failures: list[Failure], min_processes: int = 2
+) -> Run:
   """Returns the run with failures, after its losses equal a calm run's."""
   steps = failures[-1].step + 2 * SNAPSHOT_EVERY
-  run = train(folder / "failing", steps, failures)
+  fewest = f"--min_processes={min_processes}"
+  run = train(folder / "failing", steps, failures, fewest)
   calm = train(folder / "calm", steps, [])
   assert run.code == 0, run.output
   assert calm.code == 0, calm.output
