@@ -191,7 +191,7 @@ class Hosts:
 
     Args:
       restart: the number of restarts so far.
-      losses: those of this host.
+      losses: the losses of this host.
 
     Raises:
       RuntimeError: host 0 has gone, or too few ranks are left.

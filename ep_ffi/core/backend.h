@@ -169,7 +169,7 @@ struct GatherArgs {
   // [T, K], output: the weight of each choice (backward of dispatch). Null in
   // combine, which multiplies the rows by slot_weights, if any.
   float* topk_weights;
-  // Of a group that needs windows. Such a group also writes to the slots.
+  // Only a group that needs windows has one. It also writes to the slots.
   Window slots_window = {};
 };
 

@@ -73,7 +73,7 @@ def _moe_mlp(
 ) -> tuple[jax.Array, common.CapacityDrops]:
   """Returns the output of a rank's tokens, and the drops of all ranks.
 
-  The arguments are those of Levanter. `w13` holds the gate kernels, then the up
+  The arguments are Levanter's. `w13` holds the gate kernels, then the up
   kernels, along the last axis.
   """
   capacity = max(

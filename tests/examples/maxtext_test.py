@@ -214,7 +214,7 @@ def _check_array(path, got, want):
 @pytest.mark.parametrize("mesh", _MESHES)
 @pytest.mark.parametrize("model", _MODELS)
 def test_a_split_batch(maxtext, model, mesh):
-  """Also compares the loss and bias updates, which are those of a shard.
+  """Also compares the loss and the bias updates, which belong to a shard.
 
   MaxText computes both on each shard and returns the results of the first.
   """

@@ -226,7 +226,7 @@ def test_two_groups_are_not_traced_to_one_path(folder):
 
 @pytest.mark.skipif(jax.process_count() == 1, reason="one process")
 def test_groups_of_other_processes_are_not_traced_to_one_path(folder):
-  """Of two disjoint groups, one is traced, and the other one raises."""
+  """One of two disjoint groups is traced, and the other one raises."""
   own = jax.sharding.Mesh(np.array(jax.local_devices()), "ep")
   path = folder / "steps.json"
   is_first = jax.process_index() == 0

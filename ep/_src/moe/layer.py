@@ -114,7 +114,7 @@ class MoE:
   ) -> dict[str, jax.Array]:
     """Returns `ep.moe.init` parameters as global arrays, sharded by `specs`.
 
-    The axis of experts has P * L entries, where those of empty slots are zero.
+    The axis of experts has P * L entries, and empty slots are zero.
 
     Call it in every process of the mesh; each device creates only its part.
     `jax.vmap` over keys creates stacked layers.

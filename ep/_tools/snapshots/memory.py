@@ -163,7 +163,6 @@ class Memory:
     for place, rank in enumerate(own):
       copies = [(r, new[r]) for r in copied[place :: len(own)]]
       fields = {
-        "restart": restart,
         "own": new[rank],
         "copies": copies,
         "old": old,
@@ -195,7 +194,7 @@ class Memory:
 
 
 class Passed(NamedTuple):
-  """What a rank inherits from its launcher."""
+  """The variables and descriptors that a rank gets from its launcher."""
 
   env: Mapping[str, str]
   fds: Sequence[int]
@@ -205,7 +204,6 @@ class Passed(NamedTuple):
 class Inherited:
   """The files that a rank has inherited."""
 
-  restart: int
   own: File
   copies: Mapping[int, File]  # for ranks of another host
   old: Mapping[int, Mapping[int, File]]  # by restart and rank

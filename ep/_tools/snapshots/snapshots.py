@@ -50,9 +50,8 @@ class Snapshots:
 
   def __init__(self) -> None:
     self._client = compat.distributed_client()
-    self._rank, self._ranks = compat.distributed_process(), 1
-    if self._client:
-      self._ranks = jax.process_count()
+    self._rank = compat.distributed_process()
+    self._ranks = compat.distributed_count()
     self._files = memory.inherited()
     self._server: peers.Server | None = None
     self._token = ""
