@@ -5,9 +5,9 @@
 # (1) grouped matmuls, (2) ops with two versions of NCCL, (3) a layer, and a
 # profile of a step, (4) all GPU tests, (5) XLA's communicator, resized groups,
 # a stopped rank, two threads, (6) other schedules of XLA, (7) a memory checker.
-# Commands that measure no times run side by side. Each command has a time limit,
-# so part 1 takes at most 280 s, 2 240, 3 320, 4 500, 5 90, 6 210 and 7 180. Run
-# the script in the root of the repository, with JAX installed:
+# Commands that measure no times run side by side. Each command has a limit, so
+# part 1 takes at most 280 s, 2 240, 3 240, 4 500, 5 90, 6 290 and 7 180. Run the
+# script in the root of the repository, with JAX installed:
 #
 #   EP_FFI_LIBRARY_PATH=<folder of libep_ffi_cuda.so> tools/gpu_first_contact.sh
 #
@@ -44,13 +44,16 @@ part() {
   shift 4
   [[ " $PARTS " == *" $number "* ]] || return 0
   [[ $left -lt $seconds ]] && seconds=$((left > 1 ? left : 1))
-  # The launcher ends first, and its ranks dump their stacks.
-  timeout --kill-after=5 "$seconds" "${@/#--timeout=/--timeout=$((seconds - 5))}" \
+  # The launcher ends earlier, and its ranks dump their stacks.
+  local early=$((seconds - 5))
+  timeout --kill-after=5 "$seconds" "${@/#--timeout=/--timeout=$early}" \
     >"$log" 2>&1
   status=$?
-  if [[ ${EXPECT:-} && $status != 124 && $status != 137 ]]; then
-    [[ $status != 0 ]] && grep -qE "$EXPECT" "$log"
+  if [[ ${EXPECT:-} && $status != 0 && $((SECONDS - start)) -lt $early ]]; then
+    grep -qE "$EXPECT" "$log"
     status=$?
+  elif [[ ${EXPECT:-} ]]; then
+    status="$status, but it must fail in time"
   fi
   # If ep_bench cannot run a contender, it prints "skipped" and succeeds.
   grep -q '^skipped ' "$log" && status=skipped
@@ -90,7 +93,9 @@ all_tests() {
 
 OPS="tests/ops/dispatch_test.py tests/ops/combine_test.py \
   tests/ops/derivatives_test.py"
-MATMULS="$PYTHON benchmarks/grouped_matmul.py --rounds=10"
+# XLA could not merge buffers of 25 and 32 GiB that it allocates apart.
+MATMULS="env XLA_PYTHON_CLIENT_PREALLOCATE=true
+  $PYTHON benchmarks/grouped_matmul.py --rounds=10"
 models=(mixtral_8x7b qwen3_30b_a3b olmoe_1b_7b)
 [[ $PLATFORM == cuda ]] || MATMULS+=" --model_scale=32 --model_tokens=32"
 nccl=
@@ -114,9 +119,6 @@ for model in "${models[@]}"; do
   part 3 60 5 "layer_$model" $MATMULS --layers "--models=$model"
 done
 part 3 60 2 profile $(contact 2 profile)
-part 3 80 24 costs "$PYTHON" benchmarks/ep_bench.py --rounds=5 --worlds=2x1 \
-  --ranks_per_gpu=2 --dtypes=bfloat16 --tail=unspecified --contenders=nccl,xla \
-  --shapes=1024x4096x4x16
 part 4 500 34 all_tests bash -c "$(declare -f ranks all_tests); all_tests"
 part 5 90 2 xla_communicator env EP_NCCL_COMMUNICATOR=xla \
   $(ranks 4 -m pytest -q tests/ops/dispatch_test.py) &
@@ -134,6 +136,9 @@ part 6 90 2 overlap_limit $(contact 2 steps \
   xla_gpu_experimental_parallel_collective_overlap_limit=4) &
 part 6 90 2 command_buffers $(contact 2 steps xla_gpu_graph_min_graph_size=1) &
 wait
+part 6 80 24 costs "$PYTHON" benchmarks/ep_bench.py --rounds=5 --worlds=2x1 \
+  --ranks_per_gpu=2 --dtypes=bfloat16 --tail=unspecified --contenders=nccl,xla \
+  --shapes=1024x4096x4x16
 [[ $PLATFORM != cuda ]] ||  # The CPU's XLA does not know these flags.
   part 6 120 20 ragged_dot_flags env "XLA_FLAGS=${XLA_FLAGS:-} \
     --xla_gpu_experimental_use_ragged_dot_fusion=true \
