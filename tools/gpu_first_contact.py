@@ -8,6 +8,7 @@ NAME=VALUE. "tests" runs without ranks, and prints the files with GPU tests.
 from __future__ import annotations
 
 import collections
+import json
 import os
 import pathlib
 import signal
@@ -50,7 +51,9 @@ def main(what: str, *options: str) -> None:
   print("the backend is", group.backend)
   _round_trip(group, tokens)
   if what == "steps":
-    _round_trip(group, tokens, 1000, dict(x.split("=") for x in options))
+    values = (x.split("=") for x in options)
+    values = {name: json.loads(value) for name, value in values}
+    _round_trip(group, tokens, steps=1000, options=values)
   elif what == "profile":
     with jax.profiler.trace(f"{os.environ['LOGS']}/profile"):
       _round_trip(group, tokens, steps=20)
@@ -91,7 +94,7 @@ def _round_trip(
   group: ep.EpGroup,
   tokens: jax.Array,
   steps: int = 1,
-  options: dict[str, str] | None = None,
+  options: dict[str, bool | int] | None = None,
 ) -> None:
   """Sends tokens to two experts and back; checks the result.
 

@@ -2,19 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # Runs ep on a machine with one Hopper GPU, in order of the information gained:
-# (1) grouped matmuls, (2) ops with two versions of NCCL, (3) a layer, and a
-# profile of a step, (4) all GPU tests, (5) XLA's communicator, resized groups,
-# a stopped rank, two threads, (6) other schedules of XLA, (7) a memory checker.
-# Commands that measure no times run side by side. Each command has a limit, so
-# part 1 takes at most 280 s, 2 240, 3 240, 4 500, 5 90, 6 290 and 7 180. Run the
-# script in the root of the repository, with JAX installed:
+# (1) grouped matmuls, (2) ops, (3) layers, and a profile of a step, (4) all GPU
+# tests, (5) another NCCL, XLA's communicator, resized groups, a stopped rank,
+# two threads, (6) other schedules of XLA, (7) a memory checker. The commands of
+# part 5, and most of part 6, run side by side. Each command has a time limit:
+# part 1 takes at most 280 s, 2 240, 3 240, 4 500, 5 120, 6 290 and 7 180.
+# Run the script in the root of the repository, with JAX installed:
 #
 #   EP_FFI_LIBRARY_PATH=<folder of libep_ffi_cuda.so> tools/gpu_first_contact.sh
 #
 # OUT        the folder of summary.txt and logs.tgz (default: gpu_first_contact)
 # PARTS      the parts to run, for instance "1 2 3" (default: all)
 # LIMIT      seconds for all parts (default: no limit)
-# NEWER_NCCL a folder with a newer nvidia/nccl/lib/libnccl.so.2, for part 2
+# NEWER_NCCL a folder with a newer nvidia/nccl/lib/libnccl.so.2, for part 5
 # PLATFORM   cpu tests the script without a GPU
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
@@ -110,24 +110,23 @@ part 1 60 4 libraries "$PYTHON" -m ep check
 for model in "${models[@]}"; do
   part 1 70 20 "$model" $MATMULS "--models=$model"
 done
-part 2 240 2 ops $(ranks 4 -m pytest -q $OPS) &
-[[ ! $nccl ]] ||
-  part 2 240 2 ops_newer_nccl env "$nccl" "PYTHONPATH=$NEWER_NCCL:$PYTHONPATH" \
-    $(ranks 4 -m pytest -q $OPS) &
-wait
+part 2 240 2 ops $(ranks 4 -m pytest -q $OPS)
 for model in "${models[@]}"; do
   part 3 60 5 "layer_$model" $MATMULS --layers "--models=$model"
 done
 part 3 60 2 profile $(contact 2 profile)
 part 4 500 34 all_tests bash -c "$(declare -f ranks all_tests); all_tests"
-part 5 90 2 xla_communicator env EP_NCCL_COMMUNICATOR=xla \
+[[ ! $nccl ]] ||
+  part 5 120 2 newer_nccl env "$nccl" "PYTHONPATH=$NEWER_NCCL:$PYTHONPATH" \
+    $(ranks 4 -m pytest -q $OPS) &
+part 5 120 2 xla_communicator env EP_NCCL_COMMUNICATOR=xla \
   $(ranks 4 -m pytest -q tests/ops/dispatch_test.py) &
-part 5 90 2 resize $(contact 4 resize) &
+part 5 120 2 resize $(contact 4 resize) &
 EXPECT="(Missing: rank 1|waited timeout_s = 20 s for rank 1)" \
-  part 5 90 3 one_stops $(contact 2 one_stops) &
-EXPECT="rank 1 was killed by signal 9" part 5 90 3 one_dies \
-  $(contact 2 one_dies) &
-part 5 90 2 two_threads $(ranks 4 -m pytest -q tests/group/threads_test.py) &
+  part 5 120 3 one_stops $(contact 2 one_stops) &
+EXPECT="rank 1 was killed by signal 9" \
+  part 5 120 3 one_dies $(contact 2 one_dies) &
+part 5 120 2 two_threads $(ranks 4 -m pytest -q tests/group/threads_test.py) &
 wait
 part 6 90 2 steps $(contact 2 steps) &
 part 6 90 2 no_latency_hiding $(contact 2 steps \
