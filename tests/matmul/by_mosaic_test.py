@@ -171,19 +171,23 @@ def test_interpreted_tails(tail, sums, interpret):
   assert np.isnan(np.float32(out[73:])).all()
 
 
-@pytest.mark.parametrize("op", BLOCKS)
+@pytest.mark.parametrize("op", [*BLOCKS, "rows"])
 def test_warpgroups_do_not_race(op, interpret, monkeypatch):
   """Each result is in one block; the last blocks of other shapes overlap."""
   from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
   for name in "C", "F", "G":
     monkeypatch.setitem(globals(), name, 128)
-  sizes = [0, 13, 0, 77, 38]
-  options = _options(op, SUMS[0])
-  options["blocks"] = Blocks(columns=64, stages=2)
-  run = jax.jit(functools.partial(_run, op, **options))
+  if op == "rows":
+    run, args = functools.partial(_map_rows, _gradients), _rows(C)
+  else:
+    options = _options(op, SUMS[0])
+    options["blocks"] = Blocks(columns=64, stages=2)
+    run = functools.partial(_run, op, **options)
+    sizes = [0, 13, 0, 77, 38]
+    args = jnp.int32(sizes), *_inputs(sizes, jnp.bfloat16)
   with interpret(detect_races=True):
-    jax.block_until_ready(run(jnp.int32(sizes), *_inputs(sizes, jnp.bfloat16)))
+    jax.block_until_ready(jax.jit(run)(*args))
   assert not interpret_pallas_call.get_races().races_found
 
 
