@@ -13,12 +13,15 @@ buffer, and the buffer into a new array per gradient. A grouped matmul below
 
 measures the first matmul of models in bfloat16 against others' functions, as
 far as they are installed. Prints forward and gradient times, after the errors
-of both, relative to the largest value of a loop over the experts.
+of both, relative to the largest value of a loop over the experts. Several
+launches follow one another without a wait of the host, whose time is not small
+beside a product of 0.2 ms. With --layers, measures whole layers on one device
+against the dense products of as many rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import functools
 import importlib
 import itertools
@@ -26,6 +29,7 @@ import itertools
 from absl import app, flags
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 import numpy as np
 
 from benchmarks import driver, timing
@@ -33,19 +37,29 @@ import ep
 from ep import presets
 
 _ROWS, _INNER, _OUTER = 4096, 256, 512
+_LAUNCHES = 10  # timed together, of a model's products
 _EXPERTS = flags.DEFINE_list(
   "experts", ["8", "64", "256"], "numbers of experts"
 )
 _MODELS = flags.DEFINE_list(
   "models", [], f"measure models instead, of {', '.join(presets.BY_NAME)}"
 )
+_LAYERS = flags.DEFINE_bool("layers", False, "measure layers of the models")
+_SCALE = flags.DEFINE_integer("model_scale", 1, "divisor of models' widths", 1)
 _TOKENS = flags.DEFINE_integer("model_tokens", 4096, "tokens of models", 1)
 
 
 def measure() -> None:
   print(f"jax {jax.__version__}, medians of {driver.ROUNDS.value}")
+  measure_one = measure_layer if _LAYERS.value else measure_model
   for model in _MODELS.value:
-    measure_model(presets.BY_NAME[model], _TOKENS.value, driver.ROUNDS.value)
+    cfg = presets.scaled(presets.BY_NAME[model], _SCALE.value)
+    tokens = _TOKENS.value
+    print(
+      f"E {cfg.num_experts}, K {cfg.top_k}, {cfg.hidden}x{cfg.inner}, {tokens}"
+      " tokens"
+    )
+    measure_one(cfg, tokens, driver.ROUNDS.value)
   if _MODELS.value:
     return
   for dtype in ("float32", "bfloat16"):
@@ -100,9 +114,6 @@ def measure_experts(dtype: str, experts: int, rounds: int) -> None:
 def measure_model(cfg: ep.MoEConfig, tokens: int, rounds: int) -> None:
   """Prints the errors and the milliseconds of each contender."""
   num_rows, experts = tokens * cfg.top_k, cfg.num_experts
-  print(
-    f"E {experts}, K {cfg.top_k}, {cfg.hidden}x{cfg.inner}, {tokens} tokens"
-  )
   rng = np.random.default_rng(0)
   sizes = rng.multinomial(num_rows, [1 / experts] * experts)
 
@@ -155,17 +166,66 @@ def measure_model(cfg: ep.MoEConfig, tokens: int, rounds: int) -> None:
       print(f"without {name}: {type(e).__name__}: {e}".partition("\n")[0])
       continue
     for runs, program in zip((forward, both), programs, strict=True):
-      runs[name] = functools.partial(
-        lambda program: jax.block_until_ready(program(*args)), program
-      )
+      runs[name] = functools.partial(_launches, program, args)
   if torch := _torch(args):
     forward["torch._grouped_mm"] = torch
-  for what, runs in ("forward", forward), ("with gradients", both):
-    for name, seconds in timing.take_turns(runs, rounds).items():
-      ms = 1e3 * np.median(seconds)
-      tflops = 2 * num_rows * cfg.hidden * cfg.inner / ms / 1e9
-      tflops *= 1 if what == "forward" else 3
-      print(f"{name}, {what}: {ms:.3f} ms, {tflops:.0f} TFLOP/s")
+  flops = 2 * num_rows * cfg.hidden * cfg.inner
+  print_times("forward", forward, flops, rounds)
+  print_times("with gradients", both, 3 * flops, rounds)
+
+
+def print_times(what: str, runs: dict, flops: int, rounds: int) -> None:
+  for name, seconds in timing.take_turns(runs, rounds).items():
+    ms = 1e3 * np.median(seconds) / _LAUNCHES
+    print(f"{name}, {what}: {ms:.3f} ms, {flops / ms / 1e9:.0f} TFLOP/s")
+
+
+def measure_layer(cfg: ep.MoEConfig, tokens: int, rounds: int) -> None:
+  """Prints the milliseconds of a layer and of its dense products."""
+  mesh = jax.make_mesh((1,), ("ep",), (AxisType.Auto,))
+  num_rows = tokens * cfg.top_k
+  with ep.ep_bootstrap(
+    mesh,
+    num_experts=cfg.num_experts,
+    max_tokens_per_rank=tokens,
+    hidden_dim=cfg.hidden,
+    top_k=cfg.top_k,
+    max_token_dtype=jnp.bfloat16,
+  ) as group:
+    layer = ep.MoE(cfg, group)
+
+    def dense(params, rows):
+      hidden = jax.nn.silu(rows @ params["w_gate"]) * (rows @ params["w_up"])
+      return hidden @ params["w_down"]
+
+    def gradients(fn):
+      def both(*args):
+        out, vjp = jax.vjp(fn, *args)
+        return vjp(out)
+
+      return both
+
+    params = ep.moe.init(jax.random.key(0), cfg, jnp.bfloat16)
+    matrices = {k: w[0] for k, w in params.items() if k.startswith("w_")}
+    rows = jax.random.normal(jax.random.key(1), (num_rows, cfg.hidden))
+    rows = rows.astype(jnp.bfloat16)
+    flops = 6 * num_rows * cfg.hidden * cfg.inner
+    fns = {
+      "dense": (dense, (matrices, rows)),
+      "ep": (lambda *args: layer(*args)[0], (params, rows[:tokens])),
+    }
+    forward, both = {}, {}
+    for name, (fn, args) in fns.items():
+      forward[name] = functools.partial(_launches, jax.jit(fn), args)
+      both[name] = functools.partial(_launches, jax.jit(gradients(fn)), args)
+    print_times("forward", forward, flops, rounds)
+    print_times("with gradients", both, 3 * flops, rounds)
+
+
+def _launches(fn: Callable, args: Sequence) -> object:
+  for _ in range(_LAUNCHES):
+    out = fn(*args)
+  return jax.block_until_ready(out)
 
 
 def _contenders() -> Iterator[tuple[str, Callable]]:
@@ -199,11 +259,11 @@ def _torch(args) -> Callable[[], object] | None:
   if jax.default_backend() != "gpu":
     return None
   torch = importlib.import_module("torch")
-  rows, matrices, sizes = (torch.from_dlpack(x) for x in args)
+  *tensors, sizes = map(torch.from_dlpack, args)
   ends = sizes.cumsum(0).to(torch.int32)
 
   def run():
-    out = torch._grouped_mm(rows, matrices, offs=ends)
+    out = _launches(functools.partial(torch._grouped_mm, offs=ends), tensors)
     torch.cuda.synchronize()
     return out
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs dispatch and combine on GPUs, and does what the argument names.
+"""Runs dispatch and combine on GPUs, and does what the first argument names.
 
-`ep.launch` starts the ranks.
+`ep.launch` starts the ranks. "steps" takes an option of XLA's compiler, as
+NAME=VALUE. "tests" runs without ranks, and prints the files with GPU tests.
 """
 
 from __future__ import annotations
 
+import collections
+import json
 import os
+import pathlib
 import signal
 import sys
 
@@ -24,7 +28,10 @@ _TIMEOUT_S = 20.0
 _FAULTS = {"one_dies": signal.SIGKILL, "one_stops": signal.SIGSTOP}
 
 
-def main(what: str) -> None:
+def main(what: str, *options: str) -> None:
+  if what == "tests":
+    print("\n".join(_gpu_tests()))
+    return
   launch.initialize()
   mesh = jax.make_mesh((jax.device_count(),), ("ep",), (AxisType.Auto,))
   put = NamedSharding(mesh, P("ep"))
@@ -44,9 +51,11 @@ def main(what: str) -> None:
   print("the backend is", group.backend)
   _round_trip(group, tokens)
   if what == "steps":
-    _round_trip(group, tokens, steps=1000)
+    values = (x.split("=") for x in options)
+    values = {name: json.loads(value) for name, value in values}
+    _round_trip(group, tokens, steps=1000, options=values)
   elif what == "profile":
-    with jax.profiler.trace(f"{os.environ['OUT']}/profile"):
+    with jax.profiler.trace(f"{os.environ['LOGS']}/profile"):
       _round_trip(group, tokens, steps=20)
   elif what == "resize":
     for more in range(50):
@@ -67,10 +76,30 @@ def main(what: str) -> None:
   ep.ep_finalize(group)
 
 
-def _round_trip(group: ep.EpGroup, tokens: jax.Array, steps: int = 1) -> None:
+def _gpu_tests() -> list[str]:
+  """Returns the test files that Bazel runs on GPUs; see tests/ep_test.bzl."""
+  files = []
+
+  def ep_test(name, srcs=(), worlds=("1x4", "2x2"), gpu=None, **_):
+    if gpu or (gpu is None and any(w[0] != "1" for w in worlds)):
+      files.extend(str(build.parent / f) for f in srcs or [f"{name}.py"])
+
+  for build in sorted(pathlib.Path("tests").glob("*/BUILD")):
+    names = collections.defaultdict(lambda: lambda *_, **__: {})
+    exec(build.read_text(), names | dict(ep_test=ep_test))
+  return files
+
+
+def _round_trip(
+  group: ep.EpGroup,
+  tokens: jax.Array,
+  steps: int = 1,
+  options: dict[str, bool | int] | None = None,
+) -> None:
   """Sends tokens to two experts and back; checks the result.
 
-  Several steps run a collective of XLA beside the exchanges.
+  Several steps run a collective of XLA beside the exchanges. `options` are for
+  XLA's compiler.
   """
   layer = ep.EpLayerConfig(group)
 
@@ -84,7 +113,7 @@ def _round_trip(group: ep.EpGroup, tokens: jax.Array, steps: int = 1) -> None:
   program = jax.shard_map(
     rank, mesh=group.mesh, in_specs=P("ep"), out_specs=(P("ep"), P())
   )
-  program = jax.jit(program)
+  program = jax.jit(program, compiler_options=options)
   for _ in range(steps):
     out, _ = jax.block_until_ready(program(tokens))
   for got, sent in zip(

@@ -2,49 +2,78 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # Runs ep on a machine with one Hopper GPU, in order of the information gained:
-# (1) grouped matmuls, (2) ops with two versions of NCCL, (3) a layer, and a
-# profile of a step, (4) all GPU tests, (5) XLA's communicator, resized groups,
-# a stopped rank, two threads, (6) other schedules of XLA, (7) a memory checker.
-# Each part has a time limit, and all parts run; together they take at most 44
-# minutes. Run the script in the root of the repository, with JAX installed:
+# (1) grouped matmuls, (2) ops, (3) layers, and a profile of a step, (4) all GPU
+# tests, (5) another NCCL, XLA's communicator, resized groups, a stopped rank,
+# two threads, (6) other schedules of XLA, (7) a memory checker. The commands of
+# part 5, and most of part 6, run side by side. Each command has a time limit:
+# part 1 takes at most 280 s, 2 240, 3 300, 4 500, 5 120, 6 290 and 7 180.
+# Run the script in the root of the repository, with JAX installed:
 #
 #   EP_FFI_LIBRARY_PATH=<folder of libep_ffi_cuda.so> tools/gpu_first_contact.sh
 #
-# OUT        the folder of all logs (default: gpu_first_contact)
+# OUT        the folder of summary.txt and logs.tgz (default: gpu_first_contact)
 # PARTS      the parts to run, for instance "1 2 3" (default: all)
-# NEWER_NCCL a folder with a newer libnccl.so.2 than JAX's, for part 2
+# LIMIT      seconds for all parts (default: no limit)
+# NEWER_NCCL a folder with a newer nvidia/nccl/lib/libnccl.so.2, for part 5
 # PLATFORM   cpu tests the script without a GPU
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 OUT=$(readlink -m "${OUT:-gpu_first_contact}")
 PARTS=${PARTS:-1 2 3 4 5 6 7}
+LIMIT=${LIMIT:-100000}
 PLATFORM=${PLATFORM:-cuda}
 PYTHON=${PYTHON:-python3}
-export OUT
-mkdir -p "$OUT"
+LOGS=$(mktemp -d)
+trap 'rm -rf "$LOGS"' EXIT
+mkdir -p "$OUT" "$LOGS/ranks" "$LOGS/tests"
+: >"$OUT/summary.txt"
+export LOGS PYTHON PYTHONUNBUFFERED=1 TEST_UNDECLARED_OUTPUTS_DIR=$LOGS/ranks
 export JAX_PLATFORMS=$PLATFORM XLA_PYTHON_CLIENT_PREALLOCATE=false
 export PYTHONPATH=$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
 # NCCL EP compiles into a folder of this run, and logs each kernel.
-export NCCL_EP_JIT_CACHE_DIR=${NCCL_EP_JIT_CACHE_DIR:-$OUT/jit} NCCL_EP_JIT_LOG=1
-failed=()
+export NCCL_EP_JIT_CACHE_DIR=${NCCL_EP_JIT_CACHE_DIR:-$LOGS/jit}
+export NCCL_EP_JIT_LOG=1
 
-# Runs a command: part NUMBER SECONDS NAME COMMAND...
+# Runs a command, and prints its status and the last lines of its output:
+#   part NUMBER SECONDS LINES NAME COMMAND...
+# With EXPECT, the command must fail, and its output must match this pattern.
 part() {
-  local number=$1 seconds=$2 name=$3 log status
-  shift 3
+  local number=$1 seconds=$2 lines=$3 name=$1.$4 status start=$SECONDS
+  local log=$LOGS/$name.log left=$((LIMIT - SECONDS))
+  shift 4
   [[ " $PARTS " == *" $number "* ]] || return 0
-  log=$OUT/$number.$name.log
-  printf '== %s. %s (at most %s s)\n' "$number" "$name" "$seconds" | tee "$log"
-  local start=$SECONDS
-  timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee -a "$log" | tail -n 15
-  status=${PIPESTATUS[0]}
+  if [[ $left -lt 20 ]]; then
+    echo "== $name: not run, LIMIT is over" | tee -a "$OUT/summary.txt"
+    return
+  fi
+  [[ $left -lt $seconds ]] && seconds=$left
+  # The launcher ends earlier, and its ranks dump their stacks.
+  local early=$((seconds - 5))
+  timeout --kill-after=5 "$seconds" "${@/#--timeout=/--timeout=$early}" \
+    >"$log" 2>&1
+  status=$?
+  if [[ ${EXPECT:-} && $status != 0 && $((SECONDS - start)) -lt $early ]]; then
+    grep -qE "$EXPECT" "$log"
+    status=$?
+  elif [[ ${EXPECT:-} ]]; then
+    status="$status, but it must fail in time"
+  fi
   # If ep_bench cannot run a contender, it prints "skipped" and succeeds.
   grep -q '^skipped ' "$log" && status=skipped
-  printf '== %s. %s: %s after %s s\n' "$number" "$name" \
-    "$([[ $status == 0 ]] && echo passed || echo "FAILED ($status)")" \
-    $((SECONDS - start)) | tee -a "$log" "$OUT/summary.txt"
-  [[ $status == 0 ]] || failed+=("$number.$name")
+  if [[ $status == 0 ]]; then
+    status=passed
+  else
+    status="FAILED ($status)" lines=10
+  fi
+  status="== $name: $status after $((SECONDS - start)) s"
+  echo "$status" >>"$OUT/summary.txt"
+  # One write, because other commands may print at the same time.
+  echo "$(tail -n "$lines" "$log" | cut -c 1-110)
+$status"
+  # A machine may return few files, and may stop this script at any time.
+  tar czf "$OUT/.$name" -C "$LOGS" . 2>/dev/null
+  mv "$OUT/.$name" "$OUT/logs.tgz"
 }
 
 # Prints the command of ranks on one GPU: ranks COUNT [program arguments...]
@@ -52,71 +81,75 @@ ranks() {
   local count=$1
   shift
   echo "$PYTHON" -m ep launch "--num_processes=$count" \
-    "--ranks_per_gpu=$count" "$@"
+    "--ranks_per_gpu=$count" "--timeout=${TIMEOUT:-}" "$@"
 }
 
-contact() { ranks "$1" tools/gpu_first_contact.py "$2"; }
-
-# Adds XLA flags, which the CPU's XLA would not know.
-xla() {
-  [[ $PLATFORM == cuda ]] && echo env "XLA_FLAGS=${XLA_FLAGS:-} $*" || echo env
-}
+contact() { ranks "$1" tools/gpu_first_contact.py "${@:2}"; }
 
 # Runs all GPU tests, four files at a time, each on four ranks.
 all_tests() {
-  mkdir -p "$OUT/tests"
-  grep -lE '^(from|import) (groups|conftest|layer_steps)' tests/*/*_test.py |
+  "$PYTHON" tools/gpu_first_contact.py tests |
     xargs -P 4 -I FILE sh -c '"$@" -m pytest -q -p no:cacheprovider FILE \
-      >"$0/tests/$(basename FILE .py).log" 2>&1; echo "FILE $?"' \
-      "$OUT" $(ranks 4) | tee "$OUT/tests/summary.txt"
-  ! grep -vq ' 0$' "$OUT/tests/summary.txt"
+      >"$0/$(basename FILE .py).log" 2>&1; echo "FILE $?"' \
+      "$LOGS/tests" $(TIMEOUT=120 ranks 4) | tee "$LOGS/tests/summary.txt"
+  ! grep -vq ' 0$' "$LOGS/tests/summary.txt"
 }
 
 OPS="tests/ops/dispatch_test.py tests/ops/combine_test.py \
   tests/ops/derivatives_test.py"
-models=mixtral_8x7b,qwen3_30b_a3b,olmoe_1b_7b
-[[ $PLATFORM == cuda ]] || models=
-RAGGED="--xla_gpu_experimental_use_ragged_dot_fusion=true \
-  --xla_gpu_experimental_use_ragged_dot_grouped_gemm=true"
-BENCH="$PYTHON benchmarks/ep_bench.py --rounds=5 --dtypes=bfloat16"
+# XLA could not merge buffers of 25 and 32 GiB that it allocates apart.
+MATMULS="env XLA_PYTHON_CLIENT_PREALLOCATE=true
+  $PYTHON benchmarks/grouped_matmul.py --rounds=10"
+models=(mixtral_8x7b qwen3_30b_a3b olmoe_1b_7b)
+[[ $PLATFORM == cuda ]] || MATMULS+=" --model_scale=32 --model_tokens=32"
+nccl=
+if [[ ${NEWER_NCCL:-} ]]; then
+  # NCCL EP needs the headers of the installed NCCL.
+  nccl="NCCL_EP_JIT_BUILD_INCLUDE_DIR=$("$PYTHON" -c \
+    'import nvidia.nccl as n; print(n.__path__[0])')/include"
+fi
 
-: >"$OUT/summary.txt"
-part 1 30 card nvidia-smi
-part 1 60 libraries "$PYTHON" -m ep check
-part 1 240 matmuls "$PYTHON" benchmarks/grouped_matmul.py "--models=$models"
-part 1 150 matmuls_flags $(xla "$RAGGED") \
-  "$PYTHON" benchmarks/grouped_matmul.py "--models=$models"
-part 2 240 ops_newer_nccl env "LD_PRELOAD=${NEWER_NCCL:+$NEWER_NCCL/libnccl.so.2}" \
-  $(ranks 4 -m pytest -q -x $OPS)
-part 2 240 ops $(ranks 4 -m pytest -q -x $OPS)
-part 3 200 layer $BENCH --worlds=1x1 --ops=moe,moe_grad --tokens=4096 --scale=1 \
-  "--shapes=${models:-32x16x2x8x16}" --contenders=xla
-part 3 120 profile $(contact 2 profile)
-part 3 100 costs $BENCH --worlds=2x1 --ranks_per_gpu=2 --tail=unspecified \
-  --contenders=nccl,xla --shapes=1024x4096x4x16
-part 4 360 all_tests bash -c "$(declare -f ranks all_tests); all_tests"
-part 5 60 xla_communicator env EP_NCCL_COMMUNICATOR=xla \
-  $(ranks 4 -m pytest -q tests/ops/dispatch_test.py)
-part 5 90 resize $(contact 4 resize)
-# The survivors must fail before the time limit.
-part 5 60 one_stops bash -c "! $(contact 2 one_stops)"
-part 5 60 one_dies bash -c "! $(contact 2 one_dies)"
-part 5 60 two_threads $(ranks 4 -m pytest -q tests/group/threads_test.py)
-part 6 60 no_latency_hiding \
-  $(xla --xla_gpu_enable_latency_hiding_scheduler=false) $(contact 2 steps)
-part 6 60 overlap_limit \
-  $(xla --xla_gpu_experimental_parallel_collective_overlap_limit=4) \
-  $(contact 2 steps)
-part 6 60 command_buffers $(xla --xla_gpu_graph_min_graph_size=1) \
-  $(contact 2 steps)
-part 6 60 device_kernel $(xla \
-  --xla_gpu_experimental_ragged_all_to_all_use_device_kernel=true \
-  --xla_enable_nccl_symmetric_buffers_for_collectives=raggedalltoall) \
-  env EP_TEST_BACKEND=xla "$PYTHON" -m pytest -q tests/ops/dispatch_test.py
-part 7 240 memcheck compute-sanitizer --target-processes=all --tool=memcheck \
+part 1 10 1 card nvidia-smi -L
+part 1 60 4 libraries "$PYTHON" -m ep check
+for model in "${models[@]}"; do
+  part 1 70 20 "$model" $MATMULS "--models=$model"
+done
+part 2 240 2 ops $(ranks 4 -m pytest -q $OPS)
+for model in "${models[@]}"; do
+  part 3 80 5 "layer_$model" $MATMULS --layers "--models=$model"
+done
+part 3 60 2 profile $(contact 2 profile)
+part 4 500 34 all_tests bash -c "$(declare -f ranks all_tests); all_tests"
+[[ ! $nccl ]] ||
+  part 5 120 2 newer_nccl env "$nccl" "PYTHONPATH=$NEWER_NCCL:$PYTHONPATH" \
+    $(ranks 4 -m pytest -q $OPS) &
+part 5 120 2 xla_communicator env EP_NCCL_COMMUNICATOR=xla \
+  $(ranks 4 -m pytest -q tests/ops/dispatch_test.py) &
+part 5 120 2 resize $(contact 4 resize) &
+EXPECT="(Missing: rank 1|waited timeout_s = 20 s for rank 1)" \
+  part 5 120 3 one_stops $(contact 2 one_stops) &
+EXPECT="rank 1 was killed by signal 9" \
+  part 5 120 3 one_dies $(contact 2 one_dies) &
+part 5 120 2 two_threads $(ranks 4 -m pytest -q tests/group/threads_test.py) &
+wait
+part 6 90 2 steps $(contact 2 steps) &
+part 6 90 2 no_latency_hiding $(contact 2 steps \
+  xla_gpu_enable_latency_hiding_scheduler=false) &
+part 6 90 2 overlap_limit $(contact 2 steps \
+  xla_gpu_experimental_parallel_collective_overlap_limit=4) &
+part 6 90 2 command_buffers $(contact 2 steps xla_gpu_graph_min_graph_size=1) &
+wait
+part 6 80 24 costs "$PYTHON" benchmarks/ep_bench.py --rounds=5 --worlds=2x1 \
+  --ranks_per_gpu=2 --dtypes=bfloat16 --tail=unspecified --contenders=nccl,xla \
+  --shapes=1024x4096x4x16
+[[ $PLATFORM != cuda ]] ||  # The CPU's XLA does not know these flags.
+  part 6 120 20 ragged_dot_flags env "XLA_FLAGS=${XLA_FLAGS:-} \
+    --xla_gpu_experimental_use_ragged_dot_fusion=true \
+    --xla_gpu_experimental_use_ragged_dot_grouped_gemm=true" \
+    $MATMULS "--models=${models[-1]}"
+part 7 180 4 memcheck compute-sanitizer --target-processes=all --tool=memcheck \
   --error-exitcode=9 $(contact 2 finalized)
 
-printf '\n%s\n' "$(cat "$OUT/summary.txt")"
-printf 'The logs are in %s. ' "$OUT"
+printf '\n%s\nThe logs are in %s. ' "$(cat "$OUT/summary.txt")" "$OUT/logs.tgz"
 echo "Add all results to docs/gpu_results.md, with device, driver and versions."
-[[ ${#failed[@]} == 0 ]]
+! grep -q FAILED "$OUT/summary.txt"

@@ -81,8 +81,12 @@ def interpret(monkeypatch):
   if not hasattr(plgpu, "InterpretGPUParams"):
     _interpret_transposes(monkeypatch)
     _interpret_layouts()
-  options = params.InterpretGPUParams(out_of_bounds_reads="uninitialized")
-  yield lambda: params.force_gpu_interpret_mode(options)
+
+  def context(**options):
+    options["out_of_bounds_reads"] = "uninitialized"
+    return params.force_gpu_interpret_mode(params.InterpretGPUParams(**options))
+
+  yield context
   interpret_pallas_call.reset_gpu_interpret_mode_state()  # After a failure.
 
 
@@ -165,6 +169,26 @@ def test_interpreted_tails(tail, sums, interpret):
     (out,) = run(jnp.int32(sizes), *inputs)
   assert np.isfinite(np.float32(out[:73])).all()
   assert np.isnan(np.float32(out[73:])).all()
+
+
+@pytest.mark.parametrize("op", [*BLOCKS, "rows"])
+def test_warpgroups_do_not_race(op, interpret, monkeypatch):
+  """Each result is in one block; the last blocks of other shapes overlap."""
+  from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+  for name in "C", "F", "G":
+    monkeypatch.setitem(globals(), name, 128)
+  if op == "rows":
+    run, args = functools.partial(_map_rows, _gradients), _rows(C)
+  else:
+    options = _options(op, SUMS[0])
+    options["blocks"] = Blocks(columns=64, stages=2)
+    run = functools.partial(_run, op, **options)
+    sizes = [0, 13, 0, 77, 38]
+    args = jnp.int32(sizes), *_inputs(sizes, jnp.bfloat16)
+  with interpret(detect_races=True):
+    jax.block_until_ready(jax.jit(run)(*args))
+  assert not interpret_pallas_call.get_races().races_found
 
 
 def _hidden(gates, values, holds_token, weights):

@@ -110,3 +110,8 @@ def test_no_register_is_spilled(name, cores, capability, sums, shapes, capfd):
   spills = re.findall(r"frame, (\d+) bytes spill stores, (\d+) bytes", log)
   assert spills == [("0", "0")] * kernels, log
   assert "serialized" not in log
+  used = re.findall(r"Used (\d+) registers, used 16 barriers", log)
+  if sums == "in_registers":
+    # Of three warpgroups, two ask for 232 registers per thread, and one keeps
+    # 40. If the kernel started with fewer than 168, the two would never run.
+    assert sorted(map(int, used))[-8:] == [168] * 8, log

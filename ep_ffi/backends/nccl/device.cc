@@ -161,4 +161,11 @@ Status Device::Synchronize() const {
   return libraries_.Check(libraries_.cuCtxSynchronize(), "the device");
 }
 
+Status Device::FindFailure(CUstream stream) const {
+  Scope scope(*this);
+  const CUresult result = libraries_.cuStreamQuery(stream);
+  if (result == CUDA_ERROR_NOT_READY) return Status();
+  return libraries_.Check(result, "the device");
+}
+
 }  // namespace ep::nccl

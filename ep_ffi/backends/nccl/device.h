@@ -92,6 +92,9 @@ class Device {
 
   // Waits until the device has run all enqueued work.
   Status Synchronize() const;
+  // Returns the error after which the device runs no more work, if any. Does
+  // not wait.
+  Status FindFailure(CUstream stream) const;
 
   // Makes the destructor leak all resources: enqueued work may never finish,
   // and freeing memory that the work uses would block or break the work.

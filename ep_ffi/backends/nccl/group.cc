@@ -226,7 +226,7 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   const Mem handle = {args.mem + routing_bytes, args.mem_bytes - routing_bytes};
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(communicator_->Update(
       layer, handle, routing.choices, args.num_tokens, stream)));
-  reports_.Add(Name(call), layer);
+  reports_.Add(Name(call), layer, stream);
   NoteEnqueued(call, routing, /*row_bytes=*/0);
   return Status();
 }

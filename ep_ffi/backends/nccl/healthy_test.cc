@@ -7,11 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdlib>
 #include <functional>
-#include <thread>
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
@@ -22,21 +20,10 @@
 namespace ep::nccl {
 namespace {
 
-constexpr double kTimeoutS = 1;
 constexpr int64_t kWindow = Reports::kWindow;
-
-void Sleep(double seconds) {
-  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-}
 
 class HealthyTest : public NcclGroupTest {
  protected:
-  // Makes a domain whose host does not wait for the device, as in XLA.
-  Domain MakeAsynchronous() {
-    Domain domain = MakeImpatient();
-    domain.synchronize = nullptr;
-    return domain;
-  }
   // Enqueues other work than ops on every rank, such as a matmul of XLA.
   static void EnqueueOther(const Domain& domain, std::function<void()> work) {
     for (void* stream : domain.streams) {

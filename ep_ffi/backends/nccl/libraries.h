@@ -32,7 +32,8 @@ namespace ep::nccl {
   F(cuMemHostAlloc)            \
   F(cuModuleGetFunction)       \
   F(cuModuleLoadData)          \
-  F(cuModuleUnload)
+  F(cuModuleUnload)            \
+  F(cuStreamQuery)
 
 #define EP_NCCL_FUNCTIONS(F) \
   F(ncclAllGather)           \

@@ -16,8 +16,8 @@ void Reports::Begin(Routing* routing) {
   routing->report = device_->report(routing->ticket % kWindow);
 }
 
-void Reports::Add(const std::string& op, const Layer& layer) {
-  prepares_.push_back({last_ticket_, op, layer.top_k, layer.capacity});
+void Reports::Add(const std::string& op, const Layer& layer, CUstream stream) {
+  prepares_.push_back({last_ticket_, op, layer.top_k, layer.capacity, stream});
 }
 
 bool Reports::TakeOldest(Watchdog& watchdog, Status* out) {
@@ -27,6 +27,8 @@ bool Reports::TakeOldest(Watchdog& watchdog, Status* out) {
   std::string stuck;
   while (
       !device_->TakeReport(oldest.ticket % kWindow, oldest.ticket, &outcome)) {
+    *out = device_->FindFailure(oldest.stream);
+    if (!out->ok()) return false;
     if (watchdog.IsStuck(&stuck)) {
       *out = Status(
           Code::kDeadlineExceeded,

@@ -49,10 +49,11 @@ class Reports {
   // Sets `routing->report` and `routing->ticket` for a new prepare.
   void Begin(Routing* routing);
   // Adds the prepare called `op`, which was enqueued after Begin.
-  void Add(const std::string& op, const Layer& layer);
+  void Add(const std::string& op, const Layer& layer, CUstream stream);
   // Waits for the oldest prepare, removes it, and sets `out` to its error.
-  // Returns false if an op is stuck. Waits without a limit until the stream
-  // reaches an op, because XLA's programs may run for any time.
+  // Returns false if an op is stuck, or the device has failed. Waits without a
+  // limit until the stream reaches an op, because XLA's programs may run for
+  // any time.
   bool TakeOldest(Watchdog& watchdog, Status* out);
 
   // Returns the report that all ops except prepares share.
@@ -70,6 +71,7 @@ class Reports {
     std::string op;
     int64_t top_k;
     int64_t capacity;
+    CUstream stream;
   };
 
   Status ToStatus(const Outcome& outcome, const Prepare& prepare) const;

@@ -7,34 +7,19 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstddef>
 #include <cstdlib>
-#include <thread>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/reports.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
 #include "ep_ffi/backends/nccl/watchdog.h"
+#include "ep_ffi/core/clock.h"
 
 namespace ep::nccl {
 namespace {
 
-constexpr double kTimeoutS = 1;
-
-void Sleep(double seconds) {
-  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-}
-
-class WatchdogTest : public NcclGroupTest {
- protected:
-  // Makes a domain whose host does not wait for the device, as in XLA.
-  Domain MakeAsynchronous() {
-    Domain domain = MakeImpatient();
-    domain.synchronize = nullptr;
-    return domain;
-  }
-};
+using WatchdogTest = NcclGroupTest;
 
 std::vector<std::string> LinesWith(const std::string& word,
                                    const std::string& text) {
@@ -261,8 +246,7 @@ TEST_F(TimeoutTest, ClosingWaitsForTheDevice) {
 // No rank calls Check, but the host may only be kWindow prepares ahead.
 TEST_F(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
   AllowLeaks();
-  Domain domain = MakeImpatient();
-  domain.synchronize = nullptr;
+  const Domain domain = MakeAsynchronous();
   std::vector<StepPtr> steps;
   for (int64_t i = 0; i < kWindow + 2; ++i) {
     steps.push_back(NewPrepare(domain, kDims));
@@ -280,6 +264,25 @@ TEST_F(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
       }
     }
   });
+  AwaitStreams(domain);
+}
+
+// After a fault of the GPU, it begins no op, however long the host waits.
+TEST_F(TimeoutTest, AFaultOfTheGpuFailsAPrepareThatWaits) {
+  AllowLeaks();
+  const Domain domain = MakeAsynchronous();
+  fake::TheMachine().failing = "cuStreamQuery";
+  fake::Enqueue(static_cast<CUstream>(domain.streams[0]),
+                [] { Sleep(5 * kTimeoutS); });
+  std::vector<StepPtr> steps;
+  for (int64_t i = 0; i <= kWindow; ++i) {
+    steps.push_back(NewPrepare(domain, kDims));
+    steps[i]->Post(0);
+  }
+  const double start = Now();
+  ExpectWords({"ep_prepare", "rank 0", "the device failed"},
+              steps[kWindow]->Wait(0));
+  EXPECT_GT(4 * kTimeoutS, Now() - start);
   AwaitStreams(domain);
 }
 

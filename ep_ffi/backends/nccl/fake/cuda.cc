@@ -220,6 +220,15 @@ CUresult cuCtxSynchronize() {
   return CUDA_SUCCESS;
 }
 
+CUresult cuStreamQuery(CUstream stream) {
+  Contract contract("cuStreamQuery");
+  RequireStream(contract, stream);
+  const Machine& machine = TheMachine();
+  const bool fails = machine.failing == contract.function() &&
+                     machine.failing_device == stream->context()->device;
+  return fails ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_ERROR_NOT_READY;
+}
+
 CUresult cuMemGetInfo(size_t* free, size_t* total) {
   if (!MayWait(Contract("cuMemGetInfo"))) return CUDA_ERROR_INVALID_CONTEXT;
   const bool is_poor = CurrentContext()->device == TheMachine().poor_device;

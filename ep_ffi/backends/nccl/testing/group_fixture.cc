@@ -27,7 +27,7 @@ void AwaitThreadsOfEarlierTests() {
   fake::Resources now;
   while (now != fake::CountResources()) {
     now = fake::CountResources();
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    Sleep(0.3);
   }
 }
 
@@ -129,9 +129,11 @@ PlanDims Fit(PlanDims dims) {
 void AllowLeaks() { FakeChecker::AllowLeaks(); }
 
 void Await(const std::function<bool()>& condition) {
-  for (int i = 0; i < 200 && !condition(); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
+  for (int i = 0; i < 200 && !condition(); ++i) Sleep(0.01);
+}
+
+void Sleep(double seconds) {
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 
 void AwaitStreams(const Domain& domain) {

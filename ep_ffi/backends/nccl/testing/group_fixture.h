@@ -43,6 +43,8 @@ void AllowLeaks();
 // Waits until the condition is true, for at most two seconds.
 void Await(const std::function<bool()>& condition);
 
+void Sleep(double seconds);
+
 // Waits until the streams are idle. After a group has given up, the fake may
 // still write to the buffers of its ops.
 void AwaitStreams(const Domain& domain);
@@ -98,10 +100,18 @@ class NcclGroupTest : public testing::BackendTest {
  protected:
   NcclGroupTest() : BackendTest(FakeNccl()) {}
 
+  static constexpr double kTimeoutS = 1;
+
   Domain MakeImpatient() {
     WorldOptions options = kWorld;
-    options.timeout_s = 1;
+    options.timeout_s = kTimeoutS;
     return MakeDomain(options);
+  }
+  // Makes a domain whose host does not wait for the device, as in XLA.
+  Domain MakeAsynchronous() {
+    Domain domain = MakeImpatient();
+    domain.synchronize = nullptr;
+    return domain;
   }
   // Prepares a routing that has a fault on rank 1.
   Routed PrepareFault(const Domain& domain, const PlanDims& dims);
