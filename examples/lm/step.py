@@ -3,13 +3,13 @@
 
 The bits of losses and parameters do not depend on the number of ranks. A batch
 consists of shards. Each rank works on one shard at a time, so all shapes are
-independent of the number of ranks. A "round" is the set of shards, one per rank,
-that the ranks process at the same time. The step sums over shards as a balanced
-binary tree: first over the ranks of a round, by `ep.ordered_psum`, then over
-rounds. The tree is the same for all powers of two as the number of ranks. Of
-another number of ranks, as many as the largest power of two work on shards. The
-other ranks are idle, and only hold experts: their tokens are masked, and the
-weight of their losses is zero.
+independent of the number of ranks. A "round" is the set of shards, one per
+rank, that the ranks process at the same time. The step sums over shards as a
+balanced binary tree: first over the ranks of a round, by `ep.ordered_psum`,
+then over rounds. The tree is the same for all powers of two as the number of
+ranks. Of another number of ranks, as many as the largest power of two work on
+shards. The other ranks are idle, and only hold experts: their tokens are
+masked, and the weight of their losses is zero.
 """
 
 from collections.abc import Callable
