@@ -147,7 +147,7 @@ class Ep:
 
 
 class OwnExperts(Ep):
-  """The contender that passes a function like ours to `moe_layer`."""
+  """Passes a function that computes the experts of `ep` to `moe_layer`."""
 
   def moe(self, topk_idx, tokens, topk_weights, *matrices):
     return ep.moe_layer(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates tokens with a MoE transformer, and times steps beside a dense one.
 
-    JAX_NUM_CPU_DEVICES=4 python examples/decode.py
-    python -m ep launch --num_processes=4 examples/decode.py
+    JAX_NUM_CPU_DEVICES=4 bazel run //examples:decode
+
+runs in one process with four devices, and under a launcher in several.
 
 Prefill and decode call one function, `apply`, with the same layer. The program
 checks the logits of each step against a pass without a cache. The dense model
@@ -18,7 +19,7 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import app, flags, logging
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -29,16 +30,32 @@ import numpy as np
 import ep
 from ep import launch
 
+VOCABULARY, HEAD = 256, 32
+
 _BATCHES = flags.DEFINE_list("batches", ["1", "8", "64"], "batch sizes")
 _LAYERS = flags.DEFINE_integer("layers", 4, "layers of the model", 1)
-_HIDDEN = flags.DEFINE_integer("hidden", 256, "hidden size", 32)
+_HIDDEN = flags.DEFINE_integer("hidden", 256, "hidden size", HEAD)
 _INNER = flags.DEFINE_integer("inner", 512, "inner size of an expert", 1)
 _EXPERTS = flags.DEFINE_integer("num_experts", 8, "experts of a layer", 1)
 _TOP_K = flags.DEFINE_integer("top_k", 2, "experts of a token", 1)
 _PROMPT = flags.DEFINE_integer("prompt", 16, "tokens of a prompt", 1)
 _NEW = flags.DEFINE_integer("new", 32, "tokens to generate", 2)
 
-VOCABULARY, HEAD = 256, 32
+flags.register_validator(
+  "batches",
+  lambda sizes: all(size.isdecimal() and int(size) > 0 for size in sizes),
+  "batches must be positive integers",
+)
+flags.register_validator(
+  "hidden",
+  lambda hidden: hidden % HEAD == 0,
+  f"hidden must be a multiple of {HEAD}, the size of an attention head",
+)
+flags.register_multi_flags_validator(
+  ["num_experts", "top_k"],
+  lambda values: values["top_k"] <= values["num_experts"],
+  "top_k must not exceed num_experts",
+)
 
 
 class Cache(NamedTuple):
@@ -50,7 +67,9 @@ class Cache(NamedTuple):
 
 
 def main(argv) -> None:
-  del argv
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  logging.set_verbosity(logging.WARNING)
   launch.initialize()
   mesh = jax.make_mesh((jax.device_count(),), ("ep",), (AxisType.Auto,))
   sizes = dict(hidden=_HIDDEN.value, num_experts=_EXPERTS.value)

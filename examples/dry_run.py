@@ -13,6 +13,7 @@ Then it runs the same step, scaled down, on 8 virtual CPU devices. It checks
 * the program's argument bytes against the bytes of a device's shards.
 """
 
+import argparse
 import dataclasses
 import math
 
@@ -220,6 +221,7 @@ def relative_deviation(got, wanted) -> float:
 
 
 def main() -> None:
+  argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", math.prod(LAPTOP))
   plan()

@@ -97,8 +97,6 @@ def ep_repositories():
                 "nvidia-nccl-cu" + version: "nvidia/nccl",
             },
         )
-
-    for version in ["12", "13"]:
         pip_packages(
             name = "ep_pypi_cuda" + version,
             lock = Label("//third_party/py:requirements_lock_cuda" + version + ".txt"),

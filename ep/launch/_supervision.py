@@ -319,7 +319,7 @@ def write(stream: TextIO | None, text: str) -> bool:
 
 
 class _Follower:
-  """A copier of new bytes of a file to stdout, like `tail -f`."""
+  """Copies new bytes of a file to stdout, like `tail -f`."""
 
   def __init__(self, path: pathlib.Path):
     self._file = path.open("rb")

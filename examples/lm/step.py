@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training step: loss, gradients, AdamW, and the balance of the experts.
 
-The bits of a step do not depend on the number of ranks. A batch consists of
-shards. Each rank works on one shard at a time, so all shapes are independent of
-the number of ranks. An "exchange" is the set of shards, one per rank, that the
-ranks process at the same time. The step sums over shards as a balanced binary
-tree: first over the ranks of an exchange, by `ep.ordered_psum`, then over
-exchanges. The tree is the same for all powers of two as the number of ranks. Of
-another number of ranks, as many as the largest power of two work on shards. The
-other ranks are idle, and only hold experts: their tokens are masked, and the
-weight of their losses is zero.
+The bits of losses and parameters do not depend on the number of ranks. A batch
+consists of shards. Each rank works on one shard at a time, so all shapes are
+independent of the number of ranks. A "round" is the set of shards, one per
+rank, that the ranks process at the same time. The step sums over shards as a
+balanced binary tree: first over the ranks of a round, by `ep.ordered_psum`,
+then over rounds. The tree is the same for all powers of two as the number of
+ranks. Of another number of ranks, as many as the largest power of two work on
+shards. The other ranks are idle, and only hold experts: their tokens are
+masked, and the weight of their losses is zero.
 """
 
 from collections.abc import Callable
@@ -89,9 +89,9 @@ def init(config: Config, mesh: Mesh) -> State:
 class Step:
   """A training step of a model on a mesh with the axes `RANKS`.
 
-  Each exchange is a separate run of one program in `jax.shard_map`. If one
-  program looped over exchanges, XLA could compile it, and round, differently
-  for each number of exchanges.
+  Each round is a separate run of one program in `jax.shard_map`. If one program
+  looped over rounds, XLA could compile the program differently, with other
+  bits, for each number of rounds.
 
   Args:
     layer: the feed-forward layer, as in `model.apply`.
@@ -100,7 +100,7 @@ class Step:
 
   def __init__(self, config: Config, layer: Callable, mesh: Mesh):
     working = working_ranks(mesh.size)
-    self._exchanges = config.shards // working
+    self._rounds = config.shards // working
     self._batch_sharding = NamedSharding(mesh, P(RANKS))
     # The programs get the weights of the ranks' shards as an argument. XLA
     # would merge a constant with other constants on one rank, where no
@@ -157,28 +157,28 @@ class Step:
   def _split(self, batch):
     return [
       jax.make_array_from_process_local_data(
-        self._batch_sharding, exchange, exchange.shape
+        self._batch_sharding, rows, rows.shape
       )
-      for exchange in map(self._padded, np.split(batch, self._exchanges))
+      for rows in map(self._padded, np.split(batch, self._rounds))
     ]
 
-  def _padded(self, exchange):
+  def _padded(self, rows):
     """Appends windows of zeros for idle ranks."""
     working = np.count_nonzero(self._weights)
-    idle = len(exchange) // working * (self._weights.size - working)
-    return np.pad(exchange, ((0, idle), (0, 0)))
+    idle = len(rows) // working * (self._weights.size - working)
+    return np.pad(rows, ((0, idle), (0, 0)))
 
-  def _total(self, state, exchanges):
-    """Sums over exchanges as a balanced binary tree."""
-    if len(exchanges) == 1:
-      # Wait, so that only one exchange uses memory.
+  def _total(self, state, rounds):
+    """Sums over rounds as a balanced binary tree."""
+    if len(rounds) == 1:
+      # Wait, so that only one round uses memory.
       return jax.block_until_ready(
-        self._sums(state.params, state.moe, self._weights, *exchanges)
+        self._sums(state.params, state.moe, self._weights, *rounds)
       )
-    first = 1 << (len(exchanges) - 1).bit_length() - 1
+    first = 1 << (len(rounds) - 1).bit_length() - 1
     return self._add(
-      self._total(state, exchanges[:first]),
-      self._total(state, exchanges[first:]),
+      self._total(state, rounds[:first]),
+      self._total(state, rounds[first:]),
     )
 
 
@@ -188,7 +188,7 @@ def working_ranks(num_ranks: int) -> int:
 
 
 def _sums(config, layer, specs, params, moe_state, weights, batch) -> Sums:
-  """Returns the sums over the shards of one exchange.
+  """Returns the sums over the shards of one round.
 
   `batch` is the rank's shard, `[B / shards, S + 1]`. `weights` are 1 / shards
   for each working rank, and 0 for idle ranks.

@@ -12,15 +12,12 @@ import ast
 import pathlib
 import re
 import sys
-import textwrap
 
 
 def blocks(page: str, name: str) -> list[str]:
   """Returns the code blocks that begin with the comment `# name`."""
-  fenced = re.findall(r"^```\w+\n(.*?)^```", page, re.M | re.S)
-  indented = re.findall(r"(?:^    .*\n|^\n(?=    ))+", page, re.M)
-  texts = map(textwrap.dedent, fenced + indented)
-  return [t for t in texts if t.strip().startswith(f"# {name}\n")]
+  texts = re.findall(r"^```\w+\n(.*?)^```", page, re.M | re.S)
+  return [text for text in texts if text.startswith(f"# {name}\n")]
 
 
 def parts(text: str, name: str) -> list[str]:

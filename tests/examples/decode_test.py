@@ -36,3 +36,18 @@ def test_a_wrong_cache_is_an_error(monkeypatch, capfd):
   monkeypatch.setattr(decode, "attend", lambda *args: forgetful(attend, *args))
   with pytest.raises(AssertionError):
     programs.run_here(decode.main, [*FLAGS, "--batches=4"], monkeypatch, capfd)
+
+
+@pytest.mark.parametrize(
+  "flags, message",
+  [
+    (["--hidden=40"], "hidden must be a multiple of 32"),
+    (["--top_k=9"], "top_k must not exceed num_experts"),
+    (["--batches=1,x"], "batches must be positive integers"),
+    (["--batches=0"], "batches must be positive integers"),
+    (["stray"], "unexpected arguments"),
+  ],
+)
+def test_bad_flags_are_explained(monkeypatch, capfd, flags, message):
+  output = programs.refusal(decode.main, flags, monkeypatch, capfd)
+  assert output.count(message) == 1, output

@@ -3,6 +3,7 @@
 
 import pathlib
 import re
+import sys
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -28,6 +29,13 @@ def test_the_program_prints_what_its_page_says(monkeypatch):
   assert code == 0, output
   shown = re.search(r"^64 devices, {.*?(?=```)", _PAGE.read_text(), re.M | re.S)
   assert _lines(output) == _lines(shown[0])
+
+
+def test_arguments_are_refused(monkeypatch, capsys):
+  monkeypatch.setattr(sys, "argv", ["dry_run.py", "--steps=3"])
+  with pytest.raises(SystemExit):
+    dry_run.main()
+  assert "unrecognized arguments: --steps=3" in capsys.readouterr().err
 
 
 def test_a_wrong_sharding_of_the_batch_is_found(monkeypatch):

@@ -109,7 +109,7 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """The output and the losses of a run; losses as text, in order."""
+  """The exit code and output of a run, and the metrics of each step."""
 
   code: int
   output: str

@@ -134,7 +134,7 @@ def assert_saved(weights, expected):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_layer_agrees_with_transformers(kind):
-  """Outputs and gradients by the keys of transformers are the same."""
+  """Outputs and gradients equal recorded results of transformers."""
   numbers = recorded()[kind]
   config = numbers["config"]
   layer = ep.MoE(ep.moe.config_from_hf(config), make_mesh({"ep": 4}))

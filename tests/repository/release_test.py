@@ -2,8 +2,6 @@
 """The files of a release agree with each other and with MODULE.bazel."""
 
 import ast
-import base64
-import hashlib
 import json
 import pathlib
 import re
@@ -57,16 +55,6 @@ def test_files_with_other_versions_are_refused(tmp_path):
     release.find_version(tmp_path)
 
 
-def test_a_registry_gets_no_module_without_maintainers(tmp_path):
-  template = tmp_path / ".bcr" / "metadata.template.json"
-  template.parent.mkdir()
-  template.write_text('{"maintainers": [{"name": "Ada", "github": "ada"}]}')
-  assert release.find_maintainers(tmp_path) == ["Ada"]
-  template.write_text('{"maintainers": []}')
-  with pytest.raises(ValueError, match="no maintainers, whom a registry"):
-    release.find_maintainers(tmp_path)
-
-
 def test_the_version_of_the_module_has_notes():
   """The notes are the section of the version, or the unreleased one."""
   version = release.find_version()
@@ -77,28 +65,12 @@ def test_the_version_of_the_module_has_notes():
   assert "\n## " not in notes
 
 
-def test_the_registry_entry_describes_this_module(tmp_path):
-  archive = tmp_path / "archive"
-  archive.write_bytes(b"sources")
-  release.write_entry(tmp_path, "someone/something", archive)
-
-  version = release.find_version()
-  module = tmp_path / "modules" / "jax_ep"
-  metadata = json.loads((module / "metadata.json").read_text())
-  assert metadata["versions"] == [version]
-  assert metadata["repository"] == ["github:someone/something"]
-  source = json.loads((module / version / "source.json").read_text())
-  algorithm, _, digest = source["integrity"].partition("-")
-  assert algorithm == "sha256"
-  assert base64.b64decode(digest) == hashlib.sha256(b"sources").digest()
-  assert source["strip_prefix"] == f"jax_ep-{version}"
-  assert source["url"] == (
-    "https://github.com/someone/something/releases/download/"
-    f"v{version}/jax_ep-{version}-source.tar.gz"
-  )
-  assert "{" not in "".join([*metadata["repository"], *source.values()])
-  declared = (module / version / "MODULE.bazel").read_text()
-  assert declared == (_ROOT / "MODULE.bazel").read_text()
+def test_a_registry_gets_the_archive_of_a_release():
+  source = (_ROOT / ".bcr" / "source.template.json").read_text()
+  source = json.loads(source.replace("{VERSION}", "$version"))
+  script = (_ROOT / "tools" / "release.sh").read_text()
+  assert f"archive=$folder/{source['url'].rpartition('/')[2]}\n" in script
+  assert f'--prefix="{source["strip_prefix"]}/"' in script
 
 
 def test_the_registry_tests_a_module_that_uses_this_one():

@@ -91,7 +91,7 @@ def test_the_newest_of_two_generations_is_restored(launcher):
     _take(snapshots, step, state)
     before, state = state, _later(state)
   assert launcher.memory.step() == 4
-  # The ranks after a restart divide the arrays otherwise.
+  # After a restart, the ranks divide the arrays differently.
   like = _state(P())
   whole = _state(P())
   like = jax.tree.map(

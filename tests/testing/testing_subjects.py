@@ -208,7 +208,8 @@ _OF_XLA = (
   f"{_OF_BENCHMARKS} padding special_values unread repeatable overflow soak"
 )
 
-# Transports and layers per platform, and their rules; None stands for all.
+# The transports and layers of each platform, and their rules. The rules None
+# stand for all rules.
 SUBJECTS = {
   "cpu": {HOST: None, XLA: _OF_XLA.split()} | _BENCHMARKS,
   "gpu": {NCCL: None} | _BENCHMARKS,

@@ -12,7 +12,7 @@ from ep._src.base.backend import OpParams
 from ep._src.group.group import EpLayerConfig
 from ep._src.ops import views
 
-# How `View.call` shards each array of an `EpHandle`.
+# Tell `View.call` how to shard each array of an `EpHandle`.
 LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS]
 
 

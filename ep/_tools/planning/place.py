@@ -23,9 +23,9 @@ from ep._src.moe.placement import Placement
 from ep._tools.planning.cluster import Cluster
 
 _Array = np.ndarray
-# Swaps minimize the p-norm of the block loads, a smooth maximum: first with a
-# small p, which weighs all overloaded blocks, then with a large p, which weighs
-# small gains of the busiest block.
+# Swaps minimize the p-norm of the block loads, which is a smooth maximum. The
+# first, small p counts all overloaded blocks. The second, large p counts only
+# the busiest block, also for small gains.
 _POWERS = (24, 384)
 _TOLERANCE = 2e-3  # a smaller gain, relative to the mean, is not worth a swap
 _SEED = 0

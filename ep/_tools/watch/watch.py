@@ -183,7 +183,7 @@ class _Steps:
     self.changed = time.monotonic()
     self.thread = threading.get_ident()  # the thread of the steps
     self._ended = 0  # blocks
-    # The number of a step, and one of its arrays.
+    # Pairs of the number of a step and an array that the step returned.
     self._new: collections.deque[tuple[int, Any]] = collections.deque()
     self._pending: list[tuple[int, Any]] = []
     self._lock = threading.Lock()
