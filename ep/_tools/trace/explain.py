@@ -269,7 +269,13 @@ def main(args: list[str]) -> int | str:
     try:
       trace.merge_files(path)
       found = str(explain(path))
-    except (OSError, ValueError) as e:
+    except OSError as e:
+      code = 1
+      found = (
+        f"ep.explain: {e.strerror}; name a file that ep.trace wrote, or a"
+        " folder that EP_TRACE named."
+      )
+    except ValueError as e:
       found, code = str(e), 1
     print(f"{path}:\n{found}")
   return code

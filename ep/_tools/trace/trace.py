@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import contextlib
 import glob
 import gzip
+import io
 import json
 import os
 import pathlib
@@ -24,6 +25,7 @@ from ep._tools.trace import chrome
 
 # The ops of a process, by domain, site and step.
 _Events = dict[tuple[int, str, int], list[dict[str, Any]]]
+_MOST_EXPANSION = 100  # bytes of a trace by compressed byte; about 10 is usual
 _COUNTS = "rows", "dropped", "bytes", "tokens"
 # The errors, besides `ValueError`, that a damaged file can cause.
 DAMAGES = (
@@ -201,7 +203,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
   data = file.read_bytes()
   try:
     if data.startswith(b"\x1f\x8b"):
-      data = gzip.decompress(data)
+      file_of_data = gzip.GzipFile(fileobj=io.BytesIO(data))
+      data = file_of_data.read(_MOST_EXPANSION * len(data))
     merged: dict[str, Any] = json.loads(data)["ep"]
   except (*DAMAGES, ValueError) as e:
     raise damaged(file, e) from e
@@ -226,12 +229,16 @@ def merge_files(path: pathlib.Path) -> None:
   An incomplete file is merged only if another file has a failure.
 
   Raises:
-    ValueError: the file of a process is missing, incomplete or damaged.
+    ValueError: the file of a process is missing, incomplete or damaged, or the
+      trace cannot be written.
   """
   found = _process_files(path.parent, glob.escape(path.name))
   if not found:
     return
-  texts = {p.name.rpartition(".part")[2]: p.read_text() for p in found}
+  texts = {
+    p.name.rpartition(".part")[2]: p.read_text("utf-8", "replace")
+    for p in found
+  }
   try:
     heads = [json.loads(t.partition("\n")[0]) for t in texts.values() if t]
     processes = [*map(str, sorted({*heads[0]["processes"]}))]
@@ -250,9 +257,15 @@ def merge_files(path: pathlib.Path) -> None:
     merged = merge([texts[process] for process in processes])
     content = {"traceEvents": chrome.events(merged), "ep": merged}
   except (*DAMAGES, ValueError) as e:
-    raise damaged(found[0], e) from e
+    raise damaged(f"{path}.part*", e) from e
   data = json.dumps(content).encode()
-  path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+  try:
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+  except OSError as e:
+    raise ValueError(
+      f"ep.trace: cannot write {path}: {e.strerror}; cure this, and run python"
+      f" -m ep explain {path.parent}, which merges the files of the processes."
+    ) from e
   for file in found:
     file.unlink()
 
