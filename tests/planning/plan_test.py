@@ -314,6 +314,8 @@ def test_a_plan_of_no_time(tmp_path):
   "argument, words",
   [
     ("--ep=5", "must divide the 24 ranks"),
+    ("--nodes=1000000", "8000000 ranks and 256 slots of experts in a domain"),
+    ("--replicas=2000000", "2000256 slots of experts in a domain are too many"),
     ("--ep=8,x", "'8,x', but numbers with commas are expected"),
     ("--picture=/none/plan.svg", "/none/plan.svg"),
   ],
