@@ -184,6 +184,12 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   assert left == ["a%2Fb.json.gz", "c.json.gz", "d.json.gz"]
 
 
+def test_a_variable_must_name_a_folder(folder, monkeypatch):
+  monkeypatch.setenv("EP_TRACE", "/dev/null")
+  with pytest.raises(ValueError, match="EP_TRACE = '/dev/null': File exist"):
+    bootstrap(make_mesh({"ep": 4}))
+
+
 def test_groups_of_one_name_have_separate_files(folder, monkeypatch):
   """Groups after a resize, and of each process, as if after two restarts."""
   monkeypatch.setenv("EP_TRACE", str(folder))
