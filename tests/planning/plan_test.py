@@ -388,7 +388,7 @@ def test_clusters_and_placements_are_checked():
     dataclasses.replace(cluster(), latency_us=-1)
   with pytest.raises(ValueError, match="'dgx_2' is not known; name one of"):
     ep.Cluster.named("dgx_2", 1)
-  with pytest.raises(TypeError, match="cluster is a int, but an ep.Cluster"):
+  with pytest.raises(TypeError, match="cluster = 8 is a int, but an ep.Cl"):
     ep.plan(CFG, 8, "uniform")
   with pytest.raises(TypeError, match="placements is a str, but a list"):
     ep.plan(CFG, cluster(), draw(8), placements="balanced")

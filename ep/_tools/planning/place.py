@@ -88,10 +88,7 @@ def place(
     TypeError: an argument has another type.
   """
   if not isinstance(cluster, Cluster):
-    raise TypeError(
-      f"ep.place: cluster is a {type(cluster).__name__}, but an ep.Cluster is"
-      " expected."
-    )
+    raise arguments.wrong_type("ep.place", "cluster", cluster, "an ep.Cluster")
   loads = checked_loads("ep.place", loads)
   layers = np.atleast_2d(loads)
   layers = layers.reshape(-1, *layers.shape[-2:])

@@ -155,10 +155,8 @@ def plan(
     ("cluster", cluster, Cluster),
   ):
     if not isinstance(value, expected):
-      raise TypeError(
-        f"ep.plan: {name} is a {type(value).__name__}, but an"
-        f" ep.{expected.__name__} is expected."
-      )
+      kind = f"an ep.{expected.__name__}"
+      raise arguments.wrong_type("ep.plan", name, value, kind)
   if ep_sizes is None:
     ep_sizes = [default_ep_size(cluster, cfg.num_experts)]
   if capacity_factors is None:

@@ -157,7 +157,9 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
       explain_exchanges(merged["exchanges"], failure),
       clock_bound_s=max(bounds, default=0.0),
     )
-  except trace.DAMAGES as e:
+  except ValueError:
+    raise
+  except Exception as e:  # a damaged file can raise any error
     raise trace.damaged(path, e) from e
 
 
