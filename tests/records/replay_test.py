@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ep.replay reads a record; errors name the faults of damaged files."""
 
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -102,6 +104,11 @@ def test_bad_files_are_errors(tmp_path):
   with pytest.raises(ValueError, match="cannot read .*: Is a .*; make it read"):
     ep.replay(tmp_path)
   first.rmdir()
+  np.savez(first, format="ep.record 1")
+  with zipfile.ZipFile(first, "a") as archive:
+    archive.writestr("moe.rank.npy", b"no array")
+  with pytest.raises(ValueError, match="'moe': its columns differ"):
+    ep.replay(tmp_path)
   np.savez(first, format="ep.record 2")
   with pytest.raises(ValueError, match="another format than 'ep.record 1'"):
     ep.replay(tmp_path)

@@ -216,7 +216,8 @@ def _read(
       # np.savez compresses nothing. A compressed file may expand to any size.
       if not any(member.compress_type for member in file.zip.infolist()):
         if str(file["format"]) == FORMAT:
-          return [(name, file[name]) for name in file.files if is_wanted(name)]
+          # NumPy returns a damaged member as bytes.
+          return [(n, np.asarray(file[n])) for n in file.files if is_wanted(n)]
         problem = f"has another format than {FORMAT!r}"
   except OSError as e:
     raise ValueError(
