@@ -153,6 +153,8 @@ def test_files_of_processes_that_cannot_be_merged(tmp_path):
   with pytest.raises(ValueError, match="fewer than three steps"):
     ep.explain(tmp_path)
   assert path.exists() and not mine.exists()
+  with pytest.raises(ValueError, match="not end with .json.gz, name the file"):
+    ep.explain(tmp_path)
 
 
 @pytest.mark.parametrize("name", BAD)

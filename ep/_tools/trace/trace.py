@@ -162,7 +162,8 @@ def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
     found != [],
     "ep.explain",
     f"{path} has no trace. If it was EP_TRACE: the program's groups must have"
-    " had devices, and have ended.",
+    " had devices, and have ended. If ep.trace wrote a file there whose name"
+    " does not end with .json.gz, name the file.",
   )
   return found
 
