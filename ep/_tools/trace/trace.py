@@ -24,7 +24,7 @@ from ep._tools.trace import chrome
 
 # The ops of a process, by domain, site and step.
 _Events = dict[tuple[int, str, int], list[dict[str, Any]]]
-_MOST_EXPANSION = 100  # bytes of a trace by compressed byte; about 10 is usual
+_MOST_EXPANSION = 100  # bytes of a trace by compressed byte; 10 to 30 are usual
 _COUNTS = "rows", "dropped", "bytes", "tokens"
 
 
