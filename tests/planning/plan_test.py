@@ -371,6 +371,7 @@ def test_4096_ranks_take_seconds(sizes):
     (draw(8), dict(transport=[]), "must be one of"),
     (draw(8), dict(dtype="int8"), "dtype = int8, but it must be one of"),
     (draw(8), dict(capacity_factors=[-1]), "capacity_factor = -1"),
+    (draw(8), dict(compute_s=0), r"compute_s = 0, but it must be positive\.$"),
   ],
 )
 def test_wrong_arguments_are_refused(routing, options, words):

@@ -181,7 +181,12 @@ def plan(
     for f in capacity_factors
   ]
   if compute_s is not None:
-    compute_s = arguments.seconds("ep.plan", "compute_s", compute_s)
+    compute_s = arguments.number("ep.plan", "compute_s", compute_s)
+    arguments.check(
+      compute_s > 0,
+      "ep.plan",
+      f"compute_s = {compute_s:g}, but it must be positive.",
+    )
   arguments.check(
     transport in tuple(links.TRANSPORTS),
     "ep.plan",
