@@ -103,7 +103,7 @@ def worlds():
 
 
 def _parse_world(world: str) -> tuple[int, int]:
-  if not re.fullmatch(r"\d+x\d+", world):
+  if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", world):
     raise ValueError(f"--worlds: {world!r} is no process layout; write 4x1.")
   processes, devices = map(int, world.split("x"))
   return processes, devices

@@ -58,7 +58,7 @@ def parse_shapes(names: list[str], *, tokens: int, scale: int) -> list[Shape]:
   """
   shapes = []
   for name in names:
-    if re.fullmatch(r"\d+(x\d+){3,4}", name):
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3,4}", name):
       shapes.append(Shape(*map(int, name.split("x"))))
     elif name in NAMED:
       shapes.extend(NAMED[name])

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
+import io
 import sys
 
 # For each command: the module whose `main(args)` runs it, and the help text.
@@ -35,8 +37,17 @@ def main(args: list[str]) -> int | str | None:
 
 if __name__ == "__main__":
   _code: int | str | None = 0
-  with contextlib.suppress(BrokenPipeError):  # a reader such as head exited
+  if isinstance(sys.stdout, io.TextIOWrapper):  # None if it is closed
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path has any bytes
+  try:
     _code = main(sys.argv[1:])
+    print(end="", flush=True)
+  except BrokenPipeError:  # a reader such as head exited
+    pass
+  except OSError as e:
+    if e.errno != errno.ENOSPC:
+      raise
+    _code = "python -m ep: no space is left for the output; write it elsewhere."
   with contextlib.suppress(AttributeError, OSError):
     # A failed flush at interpreter exit would change the exit code.
     sys.stdout.close()

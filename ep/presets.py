@@ -53,14 +53,8 @@ DEEPSEEK_V3 = MoEConfig(
 # DeepSeek-V3, but without groups): kimi-k2-1t.yml of
 # github.com/AI-Hypercomputer/maxtext, at 7c7f628. That file quotes config.json
 # of moonshotai/Kimi-K2-Instruct on Hugging Face, which we could not read.
-KIMI_K2 = MoEConfig(
-  hidden=7168,
-  inner=2048,
-  num_experts=384,
-  top_k=8,
-  shared_inner=2048,
-  score="sigmoid",
-  scale=2.827,
+KIMI_K2 = dataclasses.replace(
+  DEEPSEEK_V3, num_experts=384, scale=2.827, num_groups=1, top_groups=1
 )
 
 # Sizes: GLM-4.5 Team, "GLM-4.5", arXiv 2508.06471, table 1. Router (as in

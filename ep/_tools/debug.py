@@ -12,6 +12,7 @@ import warnings
 import jax
 import numpy as np
 
+from ep._src.base import arguments
 from ep._src.group.group import EpLayerConfig
 from ep._tools.records import expert_loads
 
@@ -42,11 +43,19 @@ class RoutingSizes:
   def __post_init__(self) -> None:
     if self.num_ranks is None:
       object.__setattr__(self, "num_ranks", self.ep_size)
-    if self.num_ranks % self.ep_size:
-      raise ValueError(
-        f"RoutingSizes: num_ranks = {self.num_ranks}, but it must be a multiple"
-        f" of ep_size = {self.ep_size}."
+    for name in "num_experts", "ep_size", "num_ranks", "alignment":
+      value = arguments.integer("RoutingSizes", name, getattr(self, name))
+      arguments.check(
+        value > 0,
+        "RoutingSizes",
+        f"{name} = {value}, but it must be positive.",
       )
+    arguments.check(
+      self.num_ranks % self.ep_size == 0,
+      "RoutingSizes",
+      f"num_ranks = {self.num_ranks}, but it must be a multiple of ep_size ="
+      f" {self.ep_size}.",
+    )
 
 
 def plot_routing(

@@ -7,7 +7,7 @@ One table drives both directions, so they cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,9 +40,9 @@ class _Weight(NamedTuple):
   transposed: bool = True
   axis: int = -2
 
-  def keys(self, prefix: str, num_experts: int) -> list[str]:
+  def keys(self, prefix: str, num_experts: int) -> Iterator[str]:
     count = num_experts if "{e}" in self.key else 1
-    return [prefix + self.key.format(e=e) for e in range(count)]
+    return (prefix + self.key.format(e=e) for e in range(count))
 
   def split(self, parts: list[Any]) -> dict[str, Any]:
     """Returns our parameters, given the values of all keys."""
@@ -162,6 +162,10 @@ _IMPLEMENTED = dict(
   swiglu_limit=7.0,
 )
 _QUANTIZED = "_blocks", "_scales", "_scale_inv"
+_DEQUANTIZE = (
+  "convert the checkpoint to bfloat16 first, such as by transformers with"
+  " Mxfp4Config(dequantize=True) or FineGrainedFP8Config(dequantize=True)"
+)
 
 
 def config_from_hf(config: Any) -> MoEConfig:
@@ -212,18 +216,14 @@ def from_hf(
 
   Raises:
     ValueError: a key is missing, unknown or of a quantized weight, or a shape
-      does not fit. The message names the key.
+      or a dtype does not fit. The message names the key.
     TypeError: a weight is no array of NumPy or JAX, such as a torch tensor.
   """
   what = "ep.moe.from_hf"
   layer = _layer(what, config)
   is_fused = any(prefix + weight.key in state_dict for weight in _FUSED)
-  weights = layer.model.fused if is_fused else layer.model.files
-  known: dict[str, tuple[int, ...]] = {}
-  for weight in weights:
-    keys = weight.keys(prefix, layer.config.num_experts)
-    known |= dict.fromkeys(keys, weight.shape(layer.shapes))
-  _check_weights(what, state_dict, prefix, known)
+  weights = layer.weights(is_fused)
+  _check_weights(what, state_dict, prefix, layer, weights)
   params: dict[str, Any] = {}
   for weight in weights:
     keys = weight.keys(prefix, layer.config.num_experts)
@@ -255,8 +255,9 @@ def to_hf(
       the keys of published files. For gpt-oss they are the same.
 
   Raises:
-    ValueError: a parameter is missing, unknown or has another shape, or the
-      state is missing or has no key. The message names it.
+    ValueError: a parameter is missing, unknown or has another shape or dtype,
+      or the state is missing or has no key. The message names it.
+    TypeError: a parameter is no array of NumPy or JAX.
   """
   what = "ep.moe.to_hf"
   layer = _layer(what, config)
@@ -272,14 +273,9 @@ def to_hf(
       " state as from_hf returns them."
     )
   for name, shape in layer.shapes.items():
-    arguments.check(
-      named[name].shape == shape,
-      what,
-      f"{name} has shape {named[name].shape}, but {shape} is expected; of"
-      " stacked layers, pass one.",
-    )
+    _check_array(what, name, named[name], shape, "of stacked layers, pass one")
   result: dict[str, _Array] = {}
-  for weight in layer.model.fused if fused else layer.model.files:
+  for weight in layer.weights(fused):
     keys = weight.keys(prefix, layer.config.num_experts)
     values = map(_contiguous, weight.join(named))
     result |= zip(keys, values, strict=True)
@@ -294,6 +290,11 @@ class _Layer(NamedTuple):
   config: MoEConfig
   shapes: dict[str, tuple[int, ...]]
 
+  def weights(self, fused: bool) -> list[_Weight]:
+    """Returns the weights of the model that this layer has."""
+    weights = self.model.fused if fused else self.model.files
+    return [weight for weight in weights if weight.ours[0] in self.shapes]
+
 
 def _layer(what: str, config: Any) -> _Layer:
   if hasattr(config, "to_dict"):
@@ -303,7 +304,7 @@ def _layer(what: str, config: Any) -> _Layer:
     raise arguments.wrong_type(what, "config", config, expected)
   kind = config.get("model_type", "")
   arguments.check(
-    kind in _MODELS,
+    kind in [*_MODELS],  # the kind in a file may be unhashable
     what,
     f"model_type = {kind!r}, but it must be one of {[*_MODELS]}; describe"
     " layers of other models by an ep.MoEConfig.",
@@ -338,26 +339,34 @@ def _check_weights(
   what: str,
   state_dict: Mapping[str, _Array],
   prefix: str,
-  known: dict[str, tuple[int, ...]],
+  layer: _Layer,
+  weights: list[_Weight],
 ) -> None:
-  """Raises unless the layer has exactly the `known` keys, of these shapes."""
+  """Raises unless the layer has exactly the keys of the weights, and arrays."""
   mine = [key for key in state_dict if key.startswith(prefix)]
   for key in mine:
     arguments.check(
       not key.endswith(_QUANTIZED),
       what,
-      f"state_dict has {key!r}, a scale or block of a quantized weight; convert"
-      " the checkpoint to bfloat16 first, such as by transformers with"
-      " Mxfp4Config(dequantize=True) or FineGrainedFP8Config(dequantize=True).",
+      f"state_dict has {key!r}, a scale or block of a quantized weight;"
+      f" {_DEQUANTIZE}.",
     )
-  if missing := [key for key in known if key not in state_dict]:
-    end = "." + missing[0].removeprefix(prefix)
-    others = [k.removesuffix(end) for k in state_dict if k.endswith(end)]
-    other = [*others, "model.layers.0.mlp"][0] + "."
-    raise ValueError(
-      f"{what}: state_dict has no {missing[0]!r}; load all files of the"
-      f" checkpoint, and pass a prefix such as {other!r}."
-    )
+  known = set()
+  for weight in weights:
+    shape = weight.shape(layer.shapes)
+    for key in weight.keys(prefix, layer.config.num_experts):
+      if key not in state_dict:
+        end = "." + key.removeprefix(prefix)
+        others = [k.removesuffix(end) for k in state_dict if k.endswith(end)]
+        other = [*others, "model.layers.0.mlp"][0] + "."
+        raise ValueError(
+          f"{what}: state_dict has no {key!r}; load all files of the"
+          f" checkpoint, and pass a prefix such as {other!r}."
+        )
+      cure = "check that the config is of the same model"
+      name = f"state_dict[{key!r}]"
+      _check_array(what, name, state_dict[key], shape, cure)
+      known.add(key)
   for key in mine:
     arguments.check(
       key in known,
@@ -365,20 +374,29 @@ def _check_weights(
       f"state_dict has {key!r}, which this layer does not have; check the"
       " config, or remove the key.",
     )
-  for key, shape in known.items():
-    value = state_dict[key]
-    if not isinstance(value, jax.Array | np.ndarray):
-      raise TypeError(
-        f"{what}: state_dict[{key!r}] is a {type(value).__name__}, but an array"
-        " of NumPy or JAX is expected; load files by safetensors.numpy, or pass"
-        " tensor.float().numpy()."
-      )
-    arguments.check(
-      value.shape == shape,
-      what,
-      f"state_dict[{key!r}] has shape {value.shape}, but the config has"
-      f" {shape}; check that both are of the same model.",
+
+
+def _check_array(
+  what: str, name: str, value: Any, shape: tuple[int, ...], cure: str
+) -> None:
+  """Raises unless a value is an array of a shape and of a float dtype."""
+  if not isinstance(value, jax.Array | np.ndarray):
+    raise TypeError(
+      f"{what}: {name} is a {type(value).__name__}, but an array of NumPy or"
+      " JAX is expected; load files by safetensors.numpy, or pass"
+      " tensor.float().numpy()."
     )
+  arguments.check(
+    value.shape == shape,
+    what,
+    f"{name} has shape {value.shape}, but {shape} is expected; {cure}.",
+  )
+  arguments.check(
+    jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1,
+    what,
+    f"{name} is {value.dtype}, but a float dtype of 16 bits or more is"
+    f" expected; {_DEQUANTIZE}.",
+  )
 
 
 def _numpy(x: Any) -> Any:

@@ -239,6 +239,8 @@ def test_ratios_are_of_rounds_and_of_the_best_contender(capsys):
     (["--shapes=1x2x3"], "'1x2x3' is no shape; choose among goals"),
     (["--shapes=mixtral"], "'mixtral' is no shape; choose among goals"),
     (["--shapes=8x8x2x6"], "E must be a multiple of the 4 ranks"),
+    (["--shapes=0x8x2x8"], "'0x8x2x8' is no shape; choose among goals"),
+    (["--worlds=0x4"], "'0x4' is no process layout; write 4x1"),
     (["--worlds=four"], "'four' is no process layout; write 4x1"),
     (["--shapes=8x8x2x8", "--capacity_factor=0.5"], "raise --capacity_factor"),
     (["--ops=sort"], "choose among prepare"),

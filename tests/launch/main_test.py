@@ -4,6 +4,8 @@
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -53,6 +55,33 @@ def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
   code, output = programs.run("-P", "-m", "ep", "check")
   assert code == 1, output
   assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
+
+
+_PLAN = "plan --preset=mixtral_8x7b --nodes=1 --tokens=64"
+
+
+@pytest.mark.parametrize(
+  "command, code, words",
+  [
+    (f"{_PLAN} | true", 0, ""),
+    (f"{_PLAN} >/dev/full", 1, "no space is left for the output"),
+    ("explain $'\\xff'", 1, "\\udcff/steps.json.gz is not a file of ep.trace"),
+  ],
+)
+def test_the_output_is_closed_or_full(command, code, words, tmp_path):
+  """Commands print to closed pipes and full disks, and paths of any bytes."""
+  (tmp_path / "\udcff").mkdir()
+  (tmp_path / "\udcff/steps.json.gz").touch()
+  done = subprocess.run(
+    ["bash", "-c", f"set -o pipefail; {sys.executable} -m ep {command}"],
+    cwd=tmp_path,
+    env=programs.environment(PYTHONIOENCODING="utf-8:strict"),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  assert done.returncode == code, done.stdout
+  assert "Traceback" not in done.stdout and words in done.stdout
 
 
 @pytest.mark.parametrize(

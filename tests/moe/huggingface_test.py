@@ -241,6 +241,12 @@ UP = "mlp.experts.3.up_proj.weight"
     ({UP: Tensor()}, "mlp.", [f"['{UP}'] is a Tensor", "safetensors.numpy"]),
     ({"mlp.gate.bias": 0}, "mlp.", ["'mlp.gate.bias', which this layer does"]),
     ({f"{UP}_scale_inv": 0}, "mlp.", [f"'{UP}_scale_inv'", "dequantize=True"]),
+    (  # without their scales, quantized weights would be wrong
+      {UP: np.ones((5, H), jnp.float8_e4m3fn), f"{UP}_scale": 0},
+      "mlp.",
+      [f"['{UP}'] is float8_e4m3fn", "dequantize=True"],
+    ),
+    ({UP: np.ones((5, H), np.int8)}, "mlp.", ["is int8, but a float dtype"]),
   ],
   ids=str,
 )
@@ -252,12 +258,32 @@ def test_weights_are_refused_by_their_key(changes, prefix, words):
     ep.moe.from_hf(config, files, prefix=prefix)
 
 
+def test_a_config_of_many_experts_is_refused_early():
+  """A config of 2^31 - 1 experts makes no list of their keys."""
+  config, files = published("qwen3_moe")
+  with refused("['gate.weight'] has shape (8, 12), but (2147483647, 12)"):
+    ep.moe.from_hf(config | {"num_experts": 2**31 - 1}, files)
+
+
+def test_a_deepseek_layer_may_have_no_shared_expert():
+  config, files = published("deepseek_v3")
+  config = config | {"n_shared_experts": 0}
+  files = {k: v for k, v in files.items() if not k.startswith("shared")}
+  params, state = ep.moe.from_hf(config, files)
+  assert not [name for name in params if name.startswith("shared")]
+  for name, x in ep.moe.to_hf(config, params, state).items():
+    np.testing.assert_array_equal(x, files.pop(name))
+  assert not files
+
+
 def test_to_hf_loses_no_parameter():
   config = recorded()["qwen3_moe"]["config"]
   params, _ = ep.moe.from_hf(config, modules("qwen3_moe"))
   stacked = {name: x[None] for name, x in params.items()}
   with refused("router has shape (1, 12, 8)", "stacked layers"):
     ep.moe.to_hf(config, stacked)
+  with pytest.raises(TypeError, match="router is a list, but an array"):
+    ep.moe.to_hf(config, params | {"router": []})
   with refused("a state is given", "qwen3_moe"):
     ep.moe.to_hf(config, params, ep.moe.State(np.zeros(8, np.float32)))
   with refused("params['shared_up'] is given"):

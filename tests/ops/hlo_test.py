@@ -125,6 +125,9 @@ def test_programs_that_are_not_compiled():
   for program in lowered, lowered.as_text(), jax.jit(lambda x: x):
     with pytest.raises(TypeError, match="compile()"):
       ep.assert_no_hidden_collectives(program)
+  # As a text, "ragged-all-to-all" would also contain "all-to-all".
+  with pytest.raises(TypeError, match="allow = 'all-reduce' is a str, but a l"):
+    ep.assert_no_hidden_collectives(OTHER_SPELLINGS, allow="all-reduce")
 
 
 def loop_and_sum(last):

@@ -38,7 +38,7 @@ def exchanges(step, case, path):
   return moved, int(dropped)
 
 
-@not_with_xla("it has no trace")
+@not_with_xla("its trace has no bytes")
 @pytest.mark.parametrize(
   "domains, alignment, factor, drop_by",
   [

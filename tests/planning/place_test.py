@@ -286,7 +286,7 @@ def test_wrong_arguments_are_refused():
   ]:
     with pytest.raises(ValueError, match=f"ep.place: .*{words}"):
       ep.place(loads, here, **options)
-  with pytest.raises(TypeError, match="cluster is a int, but an ep.Cluster"):
+  with pytest.raises(TypeError, match="cluster = 8 is a int, but an ep.Cl"):
     ep.place(np.ones(8), 8)
   with pytest.raises(TypeError, match="ep.place: old = .* an ep.Placement is"):
     ep.place(np.ones(8), here, old=range(8))

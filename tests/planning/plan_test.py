@@ -314,6 +314,8 @@ def test_a_plan_of_no_time(tmp_path):
   "argument, words",
   [
     ("--ep=5", "must divide the 24 ranks"),
+    ("--nodes=1000000", "8000000 ranks and 256 slots of experts in a domain"),
+    ("--replicas=2000000", "2000256 slots of experts in a domain are too many"),
     ("--ep=8,x", "'8,x', but numbers with commas are expected"),
     ("--picture=/none/plan.svg", "/none/plan.svg"),
   ],
@@ -369,6 +371,7 @@ def test_4096_ranks_take_seconds(sizes):
     (draw(8), dict(transport=[]), "must be one of"),
     (draw(8), dict(dtype="int8"), "dtype = int8, but it must be one of"),
     (draw(8), dict(capacity_factors=[-1]), "capacity_factor = -1"),
+    (draw(8), dict(compute_s=0), r"compute_s = 0, but it must be positive\.$"),
   ],
 )
 def test_wrong_arguments_are_refused(routing, options, words):
@@ -386,7 +389,7 @@ def test_clusters_and_placements_are_checked():
     dataclasses.replace(cluster(), latency_us=-1)
   with pytest.raises(ValueError, match="'dgx_2' is not known; name one of"):
     ep.Cluster.named("dgx_2", 1)
-  with pytest.raises(TypeError, match="cluster is a int, but an ep.Cluster"):
+  with pytest.raises(TypeError, match="cluster = 8 is a int, but an ep.Cl"):
     ep.plan(CFG, 8, "uniform")
   with pytest.raises(TypeError, match="placements is a str, but a list"):
     ep.plan(CFG, cluster(), draw(8), placements="balanced")

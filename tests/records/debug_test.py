@@ -84,9 +84,18 @@ def test_wrong_arguments(sizes, ids, error, words):
     plot_routing(sizes, ids)
 
 
-def test_sizes_that_do_not_fit():
-  with pytest.raises(ValueError, match="multiple of ep_size = 3"):
-    RoutingSizes(num_experts=8, ep_size=3, num_ranks=4)
+@pytest.mark.parametrize(
+  "sizes, words",
+  [
+    (dict(ep_size=3, num_ranks=4), "multiple of ep_size = 3"),
+    (dict(ep_size=0), "ep_size = 0, but it must be positive"),
+    (dict(ep_size=2, alignment=0), "alignment = 0, but it must be positive"),
+    (dict(ep_size=2.5), "ep_size = 2.5 is a float"),
+  ],
+)
+def test_sizes_that_do_not_fit(sizes, words):
+  with pytest.raises((TypeError, ValueError), match=f"RoutingSizes: .*{words}"):
+    RoutingSizes(num_experts=8, **sizes)
 
 
 def test_tracing():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ep.replay reads a record; errors name the faults of damaged files."""
 
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -94,6 +96,19 @@ def test_bad_files_are_errors(tmp_path):
   np.savez(first, weights=np.zeros(3))
   with pytest.raises(ValueError, match=f"{first.name} was not written by"):
     ep.replay(tmp_path)
+  np.savez_compressed(first, **np.load(last))  # it could expand to any size
+  with pytest.raises(ValueError, match=f"{first.name} was not written by"):
+    ep.replay(tmp_path)
+  first.unlink()
+  first.mkdir()
+  with pytest.raises(ValueError, match="cannot read .*: Is a .*; make it read"):
+    ep.replay(tmp_path)
+  first.rmdir()
+  np.savez(first, format="ep.record 1")
+  with zipfile.ZipFile(first, "a") as archive:
+    archive.writestr("moe.rank.npy", b"no array")
+  with pytest.raises(ValueError, match="'moe': its columns differ"):
+    ep.replay(tmp_path)
   np.savez(first, format="ep.record 2")
   with pytest.raises(ValueError, match="another format than 'ep.record 1'"):
     ep.replay(tmp_path)
@@ -130,6 +145,7 @@ def test_bad_files_are_errors(tmp_path):
     ("topk_idx", lambda x: x + E, "but valid ids are -1..7"),
     ("step", lambda x: x + 2**30, "not there of ranks"),
     ("step", lambda x: x + 2**40, "its columns differ"),
+    ("site", lambda x: np.zeros(len(x), "M8[s]"), "its columns differ"),
     ("num_ranks", lambda _: np.int32(2**31 - 1), r"of ranks \[2, 3, 4, "),
     ("calls_per_step", lambda _: np.int32(2**31 - 1), None),
     ("run", lambda x: x + 2**62, None),

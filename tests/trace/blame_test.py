@@ -8,6 +8,7 @@ plants 100 causes, and runs 100 times without a cause. Process 0 prints the
 wrong blames. death_test covers dead ranks.
 """
 
+import functools
 import hashlib
 import os
 import signal
@@ -23,6 +24,7 @@ import pytest
 from conftest import make_mesh, to_global
 import ep
 from groups import bootstrap
+from op_functions import after
 
 LAYERS = "a", "b"
 EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 32, 2, 8
@@ -94,21 +96,11 @@ def run(folder):
   """Returns a function that traces steps with a cause and explains them."""
   cause = Cause()
 
-  def delay(layer, rank, number):
+  def delay(layer, rank):
     cause.delay(int(rank), layer)
-    return np.asarray(number)
 
-  def work(rows, number):
+  def work(rank, rows):
     time.sleep(int(rows) * ROW_S)
-    return np.asarray(number)
-
-  def after(callback, x, *args):
-    """Returns `x` after `callback` has run; see trace_test.py."""
-    number = x.ravel()[0]
-    number = jax.pure_callback(
-      callback, jax.ShapeDtypeStruct((), x.dtype), *args, number
-    )
-    return x.at[(0,) * x.ndim].set(number)
 
   mesh = make_mesh({"ep": 4})
   spec = jax.sharding.PartitionSpec("ep")
@@ -131,7 +123,7 @@ def run(folder):
     def step(x, choices, strays):
       rank = jax.lax.axis_index("ep")
       for name, layer in layers.items():
-        x = after(lambda *args, name=name: delay(name, *args), x, rank)
+        x = after(functools.partial(delay, name), x)
         idx, x = jax.lax.optimization_barrier((choices[name], x))
         x += jax.lax.cond(
           rank == strays[name],

@@ -4,6 +4,7 @@
 import contextlib
 import gzip
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -125,6 +126,35 @@ BAD = {
   "a part of a file": gzip.compress(b'{"ep": {}}')[:-9],
   "a wrong sum": gzip.compress(b'{"ep": {}}')[:-8] + bytes(8),
 }
+
+
+def test_a_small_file_does_not_expand_to_any_size(tmp_path):
+  path = tmp_path / "steps.json.gz"
+  path.write_bytes(gzip.compress(b'{"ep": {}}' + b" " * 10**8))
+  tracemalloc.start()
+  with pytest.raises(ValueError, match="is not a file of ep.trace, or is"):
+    ep.explain(path)
+  _, peak = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert peak < 4e7
+
+
+def test_files_of_processes_that_cannot_be_merged(tmp_path):
+  path = tmp_path / "steps.json"
+  mine = tmp_path / "steps.json.part0"
+  mine.write_bytes(b'{"process": 0, "\xff": 0}\n{"lost": 0}\n')
+  with pytest.raises(ValueError, match="part. is not a file of .*ep_size"):
+    ep.explain(path)
+  mine.write_text(part(0, [[1.0, 2.0]], 0, (0, 0)))
+  path.symlink_to("/dev/full")
+  with pytest.raises(ValueError, match="json: No space .*; cure this, and"):
+    ep.explain(tmp_path)
+  path.unlink()
+  with pytest.raises(ValueError, match="fewer than three steps"):
+    ep.explain(tmp_path)
+  assert path.exists() and not mine.exists()
+  with pytest.raises(ValueError, match="not end with .json.gz, name the file"):
+    ep.explain(tmp_path)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -21,7 +21,7 @@ import ep
 from ep._src.backends.xla import profile
 from ep._tools.trace import explain, trace
 from groups import bootstrap, of_one_process, spec
-from op_functions import Ops
+from op_functions import after, Ops
 
 LATE_S = 0.05
 LAYERS = "a", "b"
@@ -33,19 +33,12 @@ def step():
   group = bootstrap(make_mesh({"ep": 4}), backend="xla")
   configs = [ep.EpLayerConfig(group, name=name) for name in LAYERS]
 
-  def nap(rank, late, name, number):
-    if (int(rank), name) == (int(late[0]), LAYERS[int(late[1])]):
+  def nap(name, rank, late_rank, late_layer):
+    if (int(rank), name) == (int(late_rank), LAYERS[int(late_layer)]):
       time.sleep(LATE_S)
-    return np.asarray(number)
 
-  def sleep(x, late, name):  # A callback that takes arrays may deadlock.
-    number = x.ravel()[0]
-    number = jax.pure_callback(
-      lambda rank, r, l, number: nap(rank, (r, l), name, number),
-      jax.ShapeDtypeStruct((), x.dtype),
-      jax.lax.axis_index("ep"), *late, number,
-    )  # fmt: skip
-    return x.at[(0,) * x.ndim].set(number)
+  def sleep(x, late, name):
+    return after(functools.partial(nap, name), x, *late)
 
   def forward(tokens, topk_idx, weights, late):
     for config in configs:

@@ -29,7 +29,7 @@ from groups import (
   of_one_process,
   spec,
 )
-from op_functions import Ops
+from op_functions import after, Ops
 import programs
 
 
@@ -37,20 +37,12 @@ import programs
 def step_of(config):
   """Returns a program whose rank `slow`, if any, arrives late at combine."""
 
-  def nap(rank, slow, number):
+  def nap(rank, slow):
     if int(rank) == int(slow):  # JAX's == would be a program of the mesh
       time.sleep(0.1)
-    return np.asarray(number)
-
-  def sleep(x, slow):  # A callback that takes arrays may deadlock.
-    number = x.ravel()[0]
-    result = jax.ShapeDtypeStruct((), x.dtype)
-    rank = jax.lax.axis_index("ep")
-    number = jax.pure_callback(nap, result, rank, slow, number)
-    return x.at[(0,) * x.ndim].set(number)
 
   late = jax.shard_map(
-    sleep,
+    functools.partial(after, nap),
     in_specs=(spec(config), jax.sharding.PartitionSpec()),
     out_specs=spec(config),
     check_vma=False,
@@ -182,6 +174,12 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   assert "No such file" in output
   left = sorted(x.name for x in folder.iterdir())
   assert left == ["a%2Fb.json.gz", "c.json.gz", "d.json.gz"]
+
+
+def test_a_variable_must_name_a_folder(folder, monkeypatch):
+  monkeypatch.setenv("EP_TRACE", "/dev/null")
+  with pytest.raises(ValueError, match="EP_TRACE = '/dev/null': File exist"):
+    bootstrap(make_mesh({"ep": 4}))
 
 
 def test_groups_of_one_name_have_separate_files(folder, monkeypatch):

@@ -115,9 +115,14 @@ def _trace(connection: Connection, folder: pathlib.Path) -> None:
     file = f"{agreement.file_name(connection.group)}.json.gz"
     folder.mkdir(parents=True, exist_ok=True)
     connection.start_trace(str(folder / file))
-  except BaseException:
+  except BaseException as e:
     connection.close()
-    raise
+    if not isinstance(e, OSError):
+      raise
+    raise ValueError(
+      f"ep_bootstrap: EP_TRACE = {str(folder)!r}: {e.strerror}; name a folder"
+      " where this process can write, or unset EP_TRACE."
+    ) from e
 
 
 def _connect_by_platform(group: GroupConfig) -> EpGroup:

@@ -9,6 +9,7 @@ import re
 
 import jax
 
+from ep._src.base import arguments
 from ep._src.base.backend import OPS
 
 OPCODES = (
@@ -83,8 +84,12 @@ def assert_no_hidden_collectives(
     AssertionError: the program has other collectives; the message gives opcode,
       path and source line of each. A collective that the partitioner made has
       the path and source line of its operand.
-    TypeError: `compiled` is not a compiled program.
+    TypeError: `compiled` is not a compiled program, or `allow` is no list.
   """
+  if isinstance(allow, str):  # a part of its text would allow collectives
+    raise arguments.wrong_type(
+      "assert_no_hidden_collectives", "allow", allow, "a list of names"
+    )
   hidden = [
     c
     for c in collectives(compiled)

@@ -25,11 +25,11 @@ def main(arguments: list[str]) -> None:
   sizes = (options.pop(name) for name in ("cluster", "nodes", "gpus"))
   try:
     found = plan(cfg, Cluster.named(*sizes), **options)
-    print(found)
     if picture:
       found.picture(picture)
   except (OSError, ValueError) as e:
     parser.exit(2, f"{e}\n")
+  print(found)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,6 +28,7 @@ _Array = np.ndarray
 # the busiest block, also for small gains.
 _POWERS = (24, 384)
 _TOLERANCE = 2e-3  # a smaller gain, relative to the mean, is not worth a swap
+_MOST_RANKS, _MOST_SLOTS = 2**20, 2**14  # more would take minutes
 _SEED = 0
 _KICKS, _KICK_WORK = 100, 2 * 10**5
 
@@ -87,10 +88,7 @@ def place(
     TypeError: an argument has another type.
   """
   if not isinstance(cluster, Cluster):
-    raise TypeError(
-      f"ep.place: cluster is a {type(cluster).__name__}, but an ep.Cluster is"
-      " expected."
-    )
+    raise arguments.wrong_type("ep.place", "cluster", cluster, "an ep.Cluster")
   loads = checked_loads("ep.place", loads)
   layers = np.atleast_2d(loads)
   layers = layers.reshape(-1, *layers.shape[-2:])
@@ -215,7 +213,14 @@ def domain(
     f"{num_experts} experts and {replicas} replicas are {V} copies, but they"
     f" must be a multiple of the EP size {P}; change replicas or the EP size.",
   )
-  return P, max(1, P // G), -(-V // P) * P
+  slots = -(-V // P) * P
+  arguments.check(
+    R <= _MOST_RANKS and slots <= _MOST_SLOTS,
+    what,
+    f"{R} ranks and {slots} slots of experts in a domain are too many to count;"
+    f" at most {_MOST_RANKS} and {_MOST_SLOTS} are allowed.",
+  )
+  return P, max(1, P // G), slots
 
 
 def _fits_nodes(ep_size: int, cluster: Cluster) -> bool:

@@ -155,10 +155,8 @@ def plan(
     ("cluster", cluster, Cluster),
   ):
     if not isinstance(value, expected):
-      raise TypeError(
-        f"ep.plan: {name} is a {type(value).__name__}, but an"
-        f" ep.{expected.__name__} is expected."
-      )
+      kind = f"an ep.{expected.__name__}"
+      raise arguments.wrong_type("ep.plan", name, value, kind)
   if ep_sizes is None:
     ep_sizes = [default_ep_size(cluster, cfg.num_experts)]
   if capacity_factors is None:
@@ -183,7 +181,12 @@ def plan(
     for f in capacity_factors
   ]
   if compute_s is not None:
-    compute_s = arguments.seconds("ep.plan", "compute_s", compute_s)
+    compute_s = arguments.number("ep.plan", "compute_s", compute_s)
+    arguments.check(
+      compute_s > 0,
+      "ep.plan",
+      f"compute_s = {compute_s:g}, but it must be positive.",
+    )
   arguments.check(
     transport in tuple(links.TRANSPORTS),
     "ep.plan",

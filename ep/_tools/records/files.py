@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable
+import contextlib
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -70,7 +71,8 @@ class Writer:
   """A writer of the calls of one process. Not thread-safe.
 
   Raises:
-    ValueError: another writer of this process has used the folder.
+    ValueError: another writer of this process has used the folder, or no file
+      can be made in it.
   """
 
   def __init__(self, folder: pathlib.Path, process: int):
@@ -78,18 +80,16 @@ class Writer:
     self._num_files = 0
     try:
       folder.mkdir(parents=True, exist_ok=True)
+      with contextlib.suppress(FileExistsError):
+        self._path(".part").touch(exist_ok=False)  # only one writer succeeds
+        if not any(folder.glob(f"{self._stem.name}-*.npz")):
+          return
+        self.close()
     except OSError as e:
       raise ValueError(
-        f"ep.record: cannot make the folder {folder}: {e.strerror}; choose one"
-        " where this process can write."
+        f"ep.record: cannot make a file in {folder}: {e.strerror}; choose a"
+        " folder where this process can write."
       ) from e
-    try:
-      self._path(".part").touch(exist_ok=False)  # only one writer succeeds
-      if not any(folder.glob(f"{self._stem.name}-*.npz")):
-        return
-      self.close()
-    except FileExistsError:
-      pass
     raise ValueError(
       f"ep.record: {folder} holds a record already; choose a new folder, or"
       " remove that one."
@@ -168,7 +168,7 @@ def _are_sound(columns: dict[str, np.ndarray]) -> bool:
     "site": (site.dtype, (site.size,)),
   }
   got = {k: (x.dtype, x.shape) for k, x in columns.items() if k in types}
-  if got != types or not site.size:
+  if got != types or not site.size or site.dtype.kind != "U":
     return False
   limits = {
     "rank": columns["num_ranks"],
@@ -210,15 +210,26 @@ def _read(
   path: pathlib.Path, is_wanted: Callable[[str], bool]
 ) -> list[tuple[str, np.ndarray]]:
   """Returns (name, array) for each array whose name `is_wanted` accepts."""
+  problem = "was not written by ep.record"
   try:
     with np.load(path) as file:
-      if str(file["format"]) == FORMAT:
-        return [(name, file[name]) for name in file.files if is_wanted(name)]
-    problem = f"has another format than {FORMAT!r}"
+      # np.savez compresses nothing. A compressed file may expand to any size.
+      if not any(member.compress_type for member in file.zip.infolist()):
+        if str(file["format"]) == FORMAT:
+          # NumPy returns a damaged member as bytes.
+          return [(n, np.asarray(file[n])) for n in file.files if is_wanted(n)]
+        problem = f"has another format than {FORMAT!r}"
+  except OSError as e:
+    raise ValueError(
+      f"ep.replay: cannot read {path}: {e.strerror}; make it readable, or"
+      " remove it, and the steps that it holds are missing."
+    ) from e
+  except MemoryError:
+    problem = "needs more memory than there is, or is damaged"
   except (zipfile.BadZipFile, EOFError) as e:
     problem = f"is truncated or damaged ({e})"
   except Exception:  # a hostile file can raise any error
-    problem = "was not written by ep.record"
+    pass
   raise ValueError(
     f"ep.replay: {path} {problem}; remove it, and the steps that it holds are"
     " missing."

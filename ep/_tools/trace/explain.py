@@ -157,7 +157,9 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
       explain_exchanges(merged["exchanges"], failure),
       clock_bound_s=max(bounds, default=0.0),
     )
-  except trace.DAMAGES as e:
+  except ValueError:
+    raise
+  except Exception as e:  # a damaged file can raise any error
     raise trace.damaged(path, e) from e
 
 
@@ -269,7 +271,13 @@ def main(args: list[str]) -> int | str:
     try:
       trace.merge_files(path)
       found = str(explain(path))
-    except (OSError, ValueError) as e:
+    except OSError as e:
+      code = 1
+      found = (
+        f"ep.explain: {e.strerror}; name a file that ep.trace wrote, or a"
+        " folder that EP_TRACE named."
+      )
+    except ValueError as e:
       found, code = str(e), 1
     print(f"{path}:\n{found}")
   return code

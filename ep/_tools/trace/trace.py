@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import contextlib
 import glob
 import gzip
+import io
 import json
 import os
 import pathlib
 from typing import Any
-import zlib
 
 import jax
 import numpy as np
@@ -24,18 +24,8 @@ from ep._tools.trace import chrome
 
 # The ops of a process, by domain, site and step.
 _Events = dict[tuple[int, str, int], list[dict[str, Any]]]
+_MOST_EXPANSION = 100  # bytes of a trace by compressed byte; 10 to 30 are usual
 _COUNTS = "rows", "dropped", "bytes", "tokens"
-# The errors, besides `ValueError`, that a damaged file can cause.
-DAMAGES = (
-  ArithmeticError,
-  AttributeError,
-  EOFError,
-  LookupError,
-  RecursionError,
-  TypeError,
-  gzip.BadGzipFile,
-  zlib.error,
-)
 
 
 @contextlib.contextmanager
@@ -172,7 +162,8 @@ def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
     found != [],
     "ep.explain",
     f"{path} has no trace. If it was EP_TRACE: the program's groups must have"
-    " had devices, and have ended.",
+    " had devices, and have ended. If ep.trace wrote a file there whose name"
+    " does not end with .json.gz, name the file.",
   )
   return found
 
@@ -201,9 +192,10 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
   data = file.read_bytes()
   try:
     if data.startswith(b"\x1f\x8b"):
-      data = gzip.decompress(data)
+      file_of_data = gzip.GzipFile(fileobj=io.BytesIO(data))
+      data = file_of_data.read(_MOST_EXPANSION * len(data))
     merged: dict[str, Any] = json.loads(data)["ep"]
-  except (*DAMAGES, ValueError) as e:
+  except Exception as e:  # a damaged file can raise any error
     raise damaged(file, e) from e
   return merged
 
@@ -226,17 +218,21 @@ def merge_files(path: pathlib.Path) -> None:
   An incomplete file is merged only if another file has a failure.
 
   Raises:
-    ValueError: the file of a process is missing, incomplete or damaged.
+    ValueError: the file of a process is missing, incomplete or damaged, or the
+      trace cannot be written.
   """
   found = _process_files(path.parent, glob.escape(path.name))
   if not found:
     return
-  texts = {p.name.rpartition(".part")[2]: p.read_text() for p in found}
+  texts = {
+    p.name.rpartition(".part")[2]: p.read_text("utf-8", "replace")
+    for p in found
+  }
   try:
     heads = [json.loads(t.partition("\n")[0]) for t in texts.values() if t]
     processes = [*map(str, sorted({*heads[0]["processes"]}))]
-  except (*DAMAGES, ValueError):
-    processes = [*texts]  # the head of the first file is missing
+  except Exception:  # the head of a file is missing or damaged
+    processes = [*texts]
   is_failure = any('"failed":' in text for text in texts.values())
   for process in processes:
     text = texts.get(process, "")
@@ -249,10 +245,16 @@ def merge_files(path: pathlib.Path) -> None:
   try:
     merged = merge([texts[process] for process in processes])
     content = {"traceEvents": chrome.events(merged), "ep": merged}
-  except (*DAMAGES, ValueError) as e:
-    raise damaged(found[0], e) from e
+  except Exception as e:  # a damaged file can raise any error
+    raise damaged(f"{path}.part*", e) from e
   data = json.dumps(content).encode()
-  path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+  try:
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+  except OSError as e:
+    raise ValueError(
+      f"ep.trace: cannot write {path}: {e.strerror}; cure this, and run python"
+      f" -m ep explain {path.parent}, which merges the files of the processes."
+    ) from e
   for file in found:
     file.unlink()
 
