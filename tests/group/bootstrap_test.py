@@ -10,6 +10,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 import numpy as np
 import pytest
 
@@ -65,6 +66,12 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(overflow="wrap"), ["overflow", "wrap", "error", "drop"]),
     (dict(overflow=np.arange(2)), ["overflow", "[0, 1]", "error", "drop"]),
     (dict(backend="gloo"), ["backend", "gloo", "host"]),
+    (dict(backend=["host"]), ["backend", "['host']", "'host'"]),
+    (dict(mesh=None), ["mesh", "None", "jax.sharding.Mesh"]),
+    (
+      dict(mesh=AbstractMesh((0,), ("ep",))),
+      ["mesh = {'ep': 0} has no devices"],
+    ),
     (dict(backend=OTHER_BACKEND), ["backend", OTHER_BACKEND, "cpu"]),
     (dict(timeout_s=0), ["timeout_s", "0"]),
     (dict(timeout_s=math.nan), ["timeout_s", "nan"]),
@@ -89,9 +96,9 @@ OTHER_BACKEND = "host" if GPU else "nccl"
 )
 def test_refuses(options, words):
   """The error names the argument, its value and the violated condition."""
-  mesh = make_mesh({"dp": 2, "ep": 2})
-  with refused("ep_bootstrap", *words):
-    bootstrap(mesh, **options)
+  arguments = dict(mesh=make_mesh({"dp": 2, "ep": 2})) | options
+  with refused("ep_bootstrap: ", *words):
+    bootstrap(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +114,11 @@ def test_refuses(options, words):
     (dict(alignment=2**30), ["alignment = 1073741824", "32 bits"]),
     (dict(capacity_factor=0.0), ["capacity_factor = 0.0", "must be positive"]),
     (dict(capacity_multiple=0), ["capacity_multiple = 0"]),
+    (dict(capacity_multiple=None), ["capacity_multiple = None", "an integer"]),
+    (
+      dict(capacity_multiple=2**31 - 1, alignment=128),
+      ["274877906816 rows", "capacity_multiple = 2147483647", "32 bits"],
+    ),
     (dict(name="a\nb"), ["'a\\nb', but it must have no characters"]),
     (dict(drop_by="first"), ["drop_by", "first", "weight", "fair"]),
     (dict(drop_by="fair", overflow="error"), ["drop_by", 'overflow="drop"']),
@@ -241,7 +253,7 @@ def test_integers_of_numpy_are_integers():
 
 def test_a_timeout_without_end():
   """The deadline of a very long timeout does not overflow into the past."""
-  for timeout_s in math.inf, 1e300:
+  for timeout_s in math.inf, 1e300, 10**309:
     with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
       if jax.process_index() == 0:
         time.sleep(1.5)  # longer than the interval between deadline checks

@@ -14,8 +14,7 @@ from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
 from ep._src.base.config import LayerConfig
 from ep._src.ops import fp8_transport, primitives, views
-from ep._src.ops.handle import check_handle, EpHandle
-from ep._src.ops.views import View
+from ep._src.ops.handle import EpHandle, view_of
 
 
 @overload
@@ -108,11 +107,9 @@ def ep_dispatch(
     ep.EpError: when the program runs, on every rank: a peer is
       gone, late, or runs another program.
   """
-  check_handle("ep_dispatch", handle)
-  layer, group, params = handle.layer, handle.layer.group, handle.params
-  op = f'ep_dispatch(layer "{layer.name}")'
+  view = view_of("ep_dispatch", handle)
+  op, layer, params = view.op, handle.layer, handle.params
   tokens, topk_weights = jnp.asarray(tokens), jnp.asarray(topk_weights)
-  view = View.of(group, op)
   arrays = dict(tokens=tokens, topk_weights=topk_weights)
   if scales is None:
     check_rows(op, "tokens", tokens, layer.config)

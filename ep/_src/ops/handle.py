@@ -7,10 +7,13 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 
+from ep._src.base import arguments
 from ep._src.base.backend import OpParams
 from ep._src.group.group import EpLayerConfig
 from ep._src.ops import views
+from ep._src.ops.views import View
 
 # How `View.call` shards each array of an `EpHandle`.
 LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS]
@@ -78,10 +81,32 @@ class EpHandle:
     return self.layer.op_params(math.prod(self.token_shape))
 
 
+def view_of(name: str, handle: EpHandle) -> View:
+  """Returns the view in which the op `name` is called with a handle.
+
+  Raises:
+    TypeError: `handle` is no EpHandle.
+    ValueError: the handle's arrays are of the other view; or as in `View.of`.
+  """
+  check_handle(name, handle)
+  view = View.of(handle.layer.group, f'{name}(layer "{handle.layer.name}")')
+  for field, dtype, size in (
+    ("mem", jnp.uint8, "M"),
+    ("group_sizes", jnp.int32, "L"),
+  ):
+    x = getattr(handle, field)
+    arguments.check(
+      (x.shape[:-1], x.dtype) == (view.ranks, dtype),
+      view.op,
+      f"handle.{field} is {x.dtype} {list(x.shape)}, but {dtype.__name__}"
+      f" [{', '.join([*map(str, view.ranks), size])}] is expected"
+      f" {'inside' if view.is_local else 'outside'} jax.shard_map; pass the"
+      " handle of an ep_prepare there, unchanged.",
+    )
+  return view
+
+
 def check_handle(op: str, handle: EpHandle) -> None:
   """Raises `TypeError` unless `handle` is an EpHandle."""
-  if not isinstance(handle, EpHandle):
-    raise TypeError(
-      f"{op}: handle is a {type(handle).__name__}, but an EpHandle is expected;"
-      " pass what ep_prepare returned."
-    )
+  cure = "pass what ep_prepare returned"
+  arguments.check_type(op, "handle", handle, EpHandle, cure)

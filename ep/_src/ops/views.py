@@ -82,6 +82,11 @@ class View:
     """Whether the op works on the arrays of one rank."""
     return self.mesh is None
 
+  @property
+  def ranks(self) -> tuple[int, ...]:
+    """The leading dims of rank arrays in this view: () or (R,)."""
+    return () if self.is_local else (self.group.num_token_ranks,)
+
   def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the leading dims (all but the last) of one rank's tokens.
 
