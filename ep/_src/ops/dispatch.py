@@ -9,7 +9,7 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import compat, quantizers
+from ep._src.base import arrays, compat, quantizers
 from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
 from ep._src.base.config import LayerConfig
@@ -110,14 +110,14 @@ def ep_dispatch(
   view = view_of("ep_dispatch", handle)
   op, layer, params = view.op, handle.layer, handle.params
   tokens, topk_weights = jnp.asarray(tokens), jnp.asarray(topk_weights)
-  arrays = dict(tokens=tokens, topk_weights=topk_weights)
+  given = dict(tokens=tokens, topk_weights=topk_weights)
   if scales is None:
     check_rows(op, "tokens", tokens, layer.config)
   else:
-    arrays["scales"] = scales = jnp.asarray(scales)
+    given["scales"] = scales = jnp.asarray(scales)
     quantizers.check_bytes(op, "tokens", tokens, scales)
     _check_shape(op, "tokens", tokens, layer.config)
-  for name, x in arrays.items():
+  for name, x in given.items():
     lead = view.lead(name, x.shape)
     if lead != handle.token_shape:
       raise ValueError(
@@ -130,11 +130,7 @@ def ep_dispatch(
       f"{op}: topk_weights has shape {topk_weights.shape}, but [..., top_k] ="
       f" [..., {layer.top_k}] is expected."
     )
-  if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
-    raise TypeError(
-      f"{op}: topk_weights is {topk_weights.dtype}, but weights are floating"
-      " point; convert them."
-    )
+  arrays.check_floats(op, "topk_weights", topk_weights)
 
   weights = topk_weights.astype(jnp.float32)
   received = view.call(

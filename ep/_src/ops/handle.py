@@ -7,7 +7,6 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 
 from ep._src.base import arguments
 from ep._src.base.backend import OpParams
@@ -86,22 +85,24 @@ def view_of(name: str, handle: EpHandle) -> View:
 
   Raises:
     TypeError: `handle` is no EpHandle.
-    ValueError: the handle's arrays are of the other view; or as in `View.of`.
+    ValueError: the handle's arrays do not fit its layer, its tokens or the
+      view; or as in `View.of`.
   """
   check_handle(name, handle)
-  view = View.of(handle.layer.group, f'{name}(layer "{handle.layer.name}")')
-  for field, dtype, size in (
-    ("mem", jnp.uint8, "M"),
-    ("group_sizes", jnp.int32, "L"),
+  layer, params = handle.layer, handle.params
+  view = View.of(layer.group, f'{name}(layer "{layer.name}")')
+  for field, size, dtype in (
+    ("mem", params.connection.mem_bytes(params), "uint8"),
+    ("group_sizes", layer.num_local_experts, "int32"),
   ):
     x = getattr(handle, field)
     arguments.check(
-      (x.shape[:-1], x.dtype) == (view.ranks, dtype),
+      (x.shape, x.dtype) == ((*view.ranks, size), dtype),
       view.op,
-      f"handle.{field} is {x.dtype} {list(x.shape)}, but {dtype.__name__}"
-      f" [{', '.join([*map(str, view.ranks), size])}] is expected"
+      f"handle.{field} is {x.dtype} {list(x.shape)}, but {dtype}"
+      f" {[*view.ranks, size]} is expected"
       f" {'inside' if view.is_local else 'outside'} jax.shard_map; pass the"
-      " handle of an ep_prepare there, unchanged.",
+      " handle that ep_prepare returned there for this layer and these tokens.",
     )
   return view
 
