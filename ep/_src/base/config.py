@@ -114,11 +114,7 @@ class GroupConfig:
       f"data_axes = {self.data_axes}, but they must be distinct axes of the"
       f" mesh other than {axis!r}: {others}.",
     )
-    check(
-      self.num_experts >= 1,
-      f"num_experts = {self.num_experts}, but it must be positive.",
-    )
-    for field in ("max_tokens_per_rank", "hidden_dim"):
+    for field in ("num_experts", "max_tokens_per_rank", "hidden_dim"):
       value = getattr(self, field)
       is_valid = value is None or value > 0
       check(is_valid, f"{field} = {value}, but it must be positive.")

@@ -253,18 +253,13 @@ def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
 
 def _specs(group: GroupConfig, kinds: Any) -> Any:
   """Returns the `PartitionSpec`s of a pytree of kinds."""
-  axes = {
-    TOKENS: group.token_axes,
-    RANK: group.token_axes,
-    EXPERTS: group.axis_name,
+  specs: dict[Any, PartitionSpec] = {
+    TOKENS: PartitionSpec(group.token_axes),
+    RANK: PartitionSpec(group.token_axes),
+    EXPERTS: PartitionSpec(group.axis_name),
+    REPLICATED: PartitionSpec(),
   }
-
-  def spec(kind: Any) -> PartitionSpec:
-    if isinstance(kind, PartitionSpec):
-      return kind
-    return PartitionSpec() if kind == REPLICATED else PartitionSpec(axes[kind])
-
-  return jax.tree.map(spec, kinds)
+  return jax.tree.map(lambda kind: specs.get(kind, kind), kinds)
 
 
 def _check_places(
