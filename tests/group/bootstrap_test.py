@@ -6,6 +6,7 @@ import math
 from multiprocessing.reduction import ForkingPickler
 import secrets
 import socket
+import threading
 import time
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 from cases import assert_same, Case, check, expected, global_view
 from conftest import make_mesh, refused
 import ep
+from ep._src.backends.xla.backend import XlaConnection
 import groups
 from groups import (
   BACKEND,
@@ -268,8 +270,26 @@ def test_names_of_groups():
   with bootstrap(mesh, name="owner") as group:
     with pytest.raises(ValueError, match="owner"):
       bootstrap(mesh, name="owner")
+    # Another thread may have checked the name before this group took the name.
+    with pytest.raises(ValueError, match='"owner" belongs to a live group'):
+      XlaConnection(group.config)
     Case(ep.EpLayerConfig(group)).check_round_trip()
   ep.ep_finalize(group)  # Closing twice is no error.
+
+
+def test_only_one_of_several_threads_finalizes_a_group(monkeypatch):
+  group = bootstrap(make_mesh({"ep": 4}))
+  check = group.connection.check
+
+  def check_slowly():
+    other = threading.Thread(target=group.connection.close)
+    other.start()
+    other.join()
+    check()
+
+  monkeypatch.setattr(group.connection, "check", check_slowly)
+  ep.ep_finalize(group)
+  assert not group.connection.is_open
 
 
 @pytest.mark.parametrize("mesh", MESHES)
