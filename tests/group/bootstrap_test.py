@@ -6,16 +6,19 @@ import math
 from multiprocessing.reduction import ForkingPickler
 import secrets
 import socket
+import threading
 import time
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 import numpy as np
 import pytest
 
 from cases import assert_same, Case, check, expected, global_view
 from conftest import make_mesh, refused
 import ep
+from ep._src.backends.xla.backend import XlaConnection
 import groups
 from groups import (
   BACKEND,
@@ -65,6 +68,12 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(overflow="wrap"), ["overflow", "wrap", "error", "drop"]),
     (dict(overflow=np.arange(2)), ["overflow", "[0, 1]", "error", "drop"]),
     (dict(backend="gloo"), ["backend", "gloo", "host"]),
+    (dict(backend=["host"]), ["backend", "['host']", "'host'"]),
+    (dict(mesh=None), ["mesh", "None", "jax.sharding.Mesh"]),
+    (
+      dict(mesh=AbstractMesh((0,), ("ep",))),
+      ["mesh = {'ep': 0} has no devices"],
+    ),
     (dict(backend=OTHER_BACKEND), ["backend", OTHER_BACKEND, "cpu"]),
     (dict(timeout_s=0), ["timeout_s", "0"]),
     (dict(timeout_s=math.nan), ["timeout_s", "nan"]),
@@ -89,9 +98,9 @@ OTHER_BACKEND = "host" if GPU else "nccl"
 )
 def test_refuses(options, words):
   """The error names the argument, its value and the violated condition."""
-  mesh = make_mesh({"dp": 2, "ep": 2})
-  with refused("ep_bootstrap", *words):
-    bootstrap(mesh, **options)
+  arguments = dict(mesh=make_mesh({"dp": 2, "ep": 2})) | options
+  with refused("ep_bootstrap: ", *words):
+    bootstrap(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +116,11 @@ def test_refuses(options, words):
     (dict(alignment=2**30), ["alignment = 1073741824", "32 bits"]),
     (dict(capacity_factor=0.0), ["capacity_factor = 0.0", "must be positive"]),
     (dict(capacity_multiple=0), ["capacity_multiple = 0"]),
+    (dict(capacity_multiple=None), ["capacity_multiple = None", "an integer"]),
+    (
+      dict(capacity_multiple=2**31 - 1, alignment=128),
+      ["274877906816 rows", "capacity_multiple = 2147483647", "32 bits"],
+    ),
     (dict(name="a\nb"), ["'a\\nb', but it must have no characters"]),
     (dict(drop_by="first"), ["drop_by", "first", "weight", "fair"]),
     (dict(drop_by="fair", overflow="error"), ["drop_by", 'overflow="drop"']),
@@ -241,7 +255,7 @@ def test_integers_of_numpy_are_integers():
 
 def test_a_timeout_without_end():
   """The deadline of a very long timeout does not overflow into the past."""
-  for timeout_s in math.inf, 1e300:
+  for timeout_s in math.inf, 1e300, 10**309:
     with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
       if jax.process_index() == 0:
         time.sleep(1.5)  # longer than the interval between deadline checks
@@ -256,8 +270,26 @@ def test_names_of_groups():
   with bootstrap(mesh, name="owner") as group:
     with pytest.raises(ValueError, match="owner"):
       bootstrap(mesh, name="owner")
+    # Another thread may have checked the name before this group took the name.
+    with pytest.raises(ValueError, match='"owner" belongs to a live group'):
+      XlaConnection(group.config)
     Case(ep.EpLayerConfig(group)).check_round_trip()
   ep.ep_finalize(group)  # Closing twice is no error.
+
+
+def test_only_one_of_several_threads_finalizes_a_group(monkeypatch):
+  group = bootstrap(make_mesh({"ep": 4}))
+  check = group.connection.check
+
+  def check_slowly():
+    other = threading.Thread(target=group.connection.close)
+    other.start()
+    other.join()
+    check()
+
+  monkeypatch.setattr(group.connection, "check", check_slowly)
+  ep.ep_finalize(group)
+  assert not group.connection.is_open
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -112,13 +112,18 @@ def test_a_capacity_factor_multiplies_the_even_load():
   config = ep.EpLayerConfig(unlimited, capacity_factor=1.25, alignment=4)
   assert config.capacity_for(8) == 32  # 1.25 * 8 * K, rounded up
   assert config.capacity_for(1) == 16  # a segment for each of 4 experts
-  assert config.replace(capacity_factor=9.0).capacity_for(8) == 60
+  for large in 9.0, 1e308:
+    assert config.replace(capacity_factor=large).capacity_for(8) == 60
   rounded = config.replace(capacity_multiple=24)
   assert rounded.capacity_for(8) == 48
   stated = config.replace(recv_capacity_per_rank=20)
   assert stated.capacity_for(8) == stated.capacity == 20
   limited = ep.EpLayerConfig(group("dp2_ep2"), capacity_factor=1.0)
   assert limited.capacity == limited.capacity_for(1) == T * K
+  assert limited.replace(capacity_factor=2).capacity == 2 * T * K
+  assert limited.replace(capacity_factor=None, top_k=1).capacity == 2 * T
+  stated = ep.EpLayerConfig(limited.group, recv_capacity_per_rank=20)
+  assert stated.replace(capacity_factor=2, alignment=4).capacity == 20
   drop = config.replace(overflow="drop")
   Case(drop, "skewed", lead=(8,)).check(sizes)
 

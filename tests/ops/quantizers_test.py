@@ -216,10 +216,11 @@ def test_errors():
     with pytest.raises(error, match=words):
       call()
   rows, scales = map(np.asarray, quantize(x, "mxfp8"))
-  for error, words, wrong in [
-    (TypeError, "int32", scales.astype(np.int32)),
-    (ValueError, r"\[..., S\]", scales[:1]),
-    (ValueError, "divide", scales[:, :3]),
+  for error, words, *wrong in [
+    (TypeError, "int32", rows, scales.astype(np.int32)),
+    (ValueError, r"\[..., S\]", rows, scales[:1]),
+    (ValueError, r"\[..., S\]", rows[0], scales[0, 0]),
+    (ValueError, "divide", rows, scales[:, :3]),
   ]:
     with pytest.raises(error, match=words):
-      dequantize(rows, wrong, jnp.float32)
+      dequantize(*wrong, jnp.float32)

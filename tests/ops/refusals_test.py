@@ -149,6 +149,8 @@ def test_a_batch_that_does_not_divide_over_the_ranks(n, name, call):
       ["ep_prepare", '"chunk"', "ep.MoE"],
     ),
     (lambda: moe(layer(), activation="best"), ["'best'", "a function"]),
+    (lambda: ep.ep_finalize(layer()), ["ep_finalize", "EpLayerConfig"]),
+    (lambda: ep.ep_resize(None, top_k=1), ["ep_resize: group", "EpGroup"]),
     (lambda: ep.describe(layer()), ["describe", "EpLayerConfig", "EpHandle"]),
     (
       lambda: ep.ep_dispatch(group(), zeros(N, H), zeros(N, K)),
@@ -162,6 +164,31 @@ def test_a_batch_that_does_not_divide_over_the_ranks(n, name, call):
 )
 def test_arguments_of_the_wrong_kind(call, words):
   assert_refused(call, *words)
+
+
+@pytest.mark.parametrize("op", [ep.ep_dispatch, ep.ep_combine])
+def test_a_handle_of_the_other_view(op):
+  """Backends would read the bytes of another rank, or refuse a shape."""
+  ranks, specs = PartitionSpec("ep"), dict(mesh=group().mesh)
+  local = jax.shard_map(
+    lambda idx: ep.ep_prepare(layer(), idx),
+    in_specs=ranks,
+    out_specs=ranks,
+    **specs,
+  )
+
+  def inside(handle, *arrays):
+    specs["in_specs"] = (PartitionSpec(), *[ranks] * len(arrays))
+    return jax.shard_map(op, out_specs=ranks, **specs)(handle, *arrays)
+
+  arrays = [zeros(N, H), WEIGHTS] if op is ep.ep_dispatch else [zeros(4 * C, H)]
+  name = op.__name__
+  assert_refused(
+    lambda: inside(prepare(), *arrays), name, "handle.mem is uint8 [4, "
+  )
+  assert_refused(
+    lambda: op(local(IDS), *arrays), name, "but uint8 [4, ", "outside"
+  )
 
 
 @pytest.mark.parametrize(

@@ -47,15 +47,15 @@ def _has_aligned_slabs(setting):
   return setting.capacity >= setting.alignment * setting.num_local_experts
 
 
+DERIVATIVES = dict(gradients=True, second_order=True, jvp=True)
+
 HOST = Transport(
   name="ep, backend host",
   location="testing_subjects:HOST",
   build=functools.partial(_ep, backend="host"),
   supports=_has_aligned_slabs,
   dtypes=DTYPES,
-  gradients=True,
-  second_order=True,
-  jvp=True,
+  **DERIVATIVES,
   reports_death=True,
   reports_disagreement=True,
   tail="zero",
@@ -71,9 +71,7 @@ XLA = Transport(
   build=functools.partial(_ep, backend="xla", overflow="error"),
   supports=_has_aligned_slabs,
   dtypes=("float32", "bfloat16"),
-  gradients=True,
-  second_order=True,
-  jvp=True,
+  **DERIVATIVES,
   tail="zero",
   alignments=(16,),
   overflow="error",
@@ -101,9 +99,7 @@ NCCL = Transport(
   build=_nccl,
   dtypes=DTYPES,
   tolerance=Tolerance(1),
-  gradients=True,
-  second_order=True,
-  jvp=True,
+  **DERIVATIVES,
   tail="zero",
   alignments=(1, 4, 16),
   overflow="drop",
@@ -195,9 +191,7 @@ ONE_HOT = Layer(
     setting.hidden <= 32 and setting.tokens <= 40 and setting.num_experts <= 8
   ),
   dtypes=("float32", "bfloat16"),
-  gradients=True,
-  second_order=True,
-  jvp=True,
+  **DERIVATIVES,
 )
 
 # The rules for the contenders of the benchmarks.

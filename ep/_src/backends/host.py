@@ -90,11 +90,7 @@ class HostBackend(Backend):
         timeout_s=group.timeout_s,
         exit_after_s=group.exit_after_s,
       )
-    return HostConnection(group)
-
-
-class HostConnection(connection.NativeConnection):
-  """A connection to a group of the native host engine."""
+    return connection.NativeConnection(group)
 
 
 def _listen() -> socket.socket:

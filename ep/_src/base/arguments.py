@@ -61,9 +61,7 @@ def integer(what: str, name: str, value: Any) -> int:
 
 def seconds(what: str, name: str, value: Any) -> float:
   """Returns `value`, positive seconds or infinity, as a float."""
-  if isinstance(value, bool) or not isinstance(value, numbers.Real):
-    raise wrong_type(what, name, value, "a number of seconds")
-  result = float(value)
+  result = _real(what, name, value, "a number of seconds")
   check(
     result > 0,  # False for NaN
     what,
@@ -122,14 +120,24 @@ def flags(what: str, **values: Any) -> None:
 
 def number(what: str, name: str, value: Any) -> float:
   """Returns `value` as a float; it must be a finite real number."""
-  if isinstance(value, bool) or not isinstance(value, numbers.Real):
-    raise wrong_type(what, name, value, "a number")
+  result = _real(what, name, value, "a number")
   check(
-    math.isfinite(value),
+    math.isfinite(result),
     what,
-    f"{name} = {value}, but it must be a finite number.",
+    f"{name} = {result}, but it must be a finite number.",
   )
-  return float(value)
+  return result
+
+
+def _real(what: str, name: str, value: Any, expected: str) -> float:
+  """Returns a real number as a float, which is infinite if it is too large."""
+  is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if not is_real:
+    raise wrong_type(what, name, value, expected)
+  try:
+    return float(value)
+  except OverflowError:
+    return math.inf if value > 0 else -math.inf
 
 
 def label(what: str, value: Any) -> str:
@@ -155,6 +163,15 @@ def strings(what: str, name: str, value: Any) -> tuple[str, ...]:
   if not isinstance(value, tuple | list):
     raise wrong_type(what, name, value, "a tuple of strings")
   return tuple(string(what, f"an element of {name}", x) for x in value)
+
+
+def check_type(what: str, name: str, value: Any, kind: type, cure: str) -> None:
+  """Raises `TypeError` unless `value` is of the class `kind`."""
+  if not isinstance(value, kind):
+    raise TypeError(
+      f"{what}: {name} is a {type(value).__name__}, but an {kind.__name__} is"
+      f" expected; {cure}."
+    )
 
 
 def cannot_pickle(what: str, cure: str) -> TypeError:

@@ -68,6 +68,15 @@ def float32(what: str, name: str, value: Any) -> jax.Array:
   return x
 
 
+def check_floats(what: str, name: str, x: jax.Array) -> None:
+  """Raises `TypeError` unless an array has a floating-point dtype."""
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(
+      f"{what}: {name} is {x.dtype}, but floating point is expected; convert"
+      " it."
+    )
+
+
 def int32(x: jax.Array) -> jax.Array:
   """Returns integers of any type as the nearest int32."""
   old, new = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)

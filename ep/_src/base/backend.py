@@ -13,11 +13,12 @@ import functools
 import json
 import os
 import pathlib
+import threading
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from ep._src.base import meshes
+from ep._src.base import arguments, meshes
 from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.base.meshes import Mesh
@@ -107,9 +108,12 @@ class Connection:
     self.group = group
     self._process = os.getpid()
     self._is_open = True
+    self._closing = threading.Lock()  # taken by the first thread that closes
     self._trace_path: str | None = None  # set while a trace is on
     self._cached = functools.lru_cache(_CACHED)(lambda make, *args: make(*args))
-    _open[group.name] = self
+    # Another thread may have made a group of this name after `check_free`.
+    owner = _open.setdefault(group.name, self)
+    _check_name(group.name, is_free=owner is self)
 
   @property
   def is_open(self) -> bool:
@@ -154,8 +158,14 @@ class Connection:
       ValueError, RuntimeError: a peer waits for an op that this process has not
         run. The connection is closed nevertheless.
     """
-    if not self.is_open:
-      return
+    if self._begins_closing():
+      self._finish_closing()
+
+  def _begins_closing(self) -> bool:
+    """Returns True once: in the thread that must close the connection."""
+    return not self._is_forked and self._closing.acquire(blocking=False)
+
+  def _finish_closing(self) -> None:
     self._is_open = False
     self._cached.cache_clear()
     try:
@@ -215,12 +225,11 @@ class Connection:
 
   def finalize(self) -> None:
     """Calls `check`, and then `close`, even if `check` raises."""
-    if not self.is_open:
-      return
-    try:
-      self.check()
-    finally:
-      self.close()
+    if self._begins_closing():
+      try:
+        self.check()
+      finally:
+        self._finish_closing()
 
   def release(self) -> None:
     """Closes the connection once no program uses it. Does nothing in a fork."""
@@ -330,8 +339,18 @@ class Backend:
 _open: dict[str, Connection] = {}
 
 
-def is_open(name: str) -> bool:
-  return name in _open
+def check_free(name: str) -> None:
+  """Raises `ValueError` if a live group of this process has the name."""
+  _check_name(name, is_free=name not in _open)
+
+
+def _check_name(name: str, is_free: bool) -> None:
+  arguments.check(
+    is_free,
+    "ep_bootstrap",
+    f'the name "{name}" belongs to a live group; finalize that one first, or'
+    " choose another name.",
+  )
 
 
 def open_connections() -> list[Connection]:

@@ -114,11 +114,7 @@ class GroupConfig:
       f"data_axes = {self.data_axes}, but they must be distinct axes of the"
       f" mesh other than {axis!r}: {others}.",
     )
-    check(
-      self.num_experts >= 1,
-      f"num_experts = {self.num_experts}, but it must be positive.",
-    )
-    for field in ("max_tokens_per_rank", "hidden_dim"):
+    for field in ("num_experts", "max_tokens_per_rank", "hidden_dim"):
       value = getattr(self, field)
       is_valid = value is None or value > 0
       check(is_valid, f"{field} = {value}, but it must be positive.")
@@ -228,9 +224,11 @@ class LayerConfig:
       " choices of a token.",
     )
     if self.capacity_factor is not None:
-      arguments.capacity_factor(what, self.capacity_factor)
+      factor = arguments.capacity_factor(what, self.capacity_factor)
+      resolve("capacity_factor", factor)
     for field in ("top_k", "recv_capacity_per_rank", "capacity_multiple"):
-      if (value := getattr(self, field)) is not None:
+      value = getattr(self, field)
+      if value is not None or field == "capacity_multiple":
         resolve(field, arguments.integer(what, field, value))
     resolve("alignment", arguments.alignment(what, self.alignment))
     check(
@@ -256,10 +254,7 @@ class LayerConfig:
       f"capacity_multiple = {self.capacity_multiple}, but it must be a positive"
       " number of rows.",
     )
-    if group.max_tokens_per_rank is not None or (
-      self.capacity_factor is None and group.recv_capacity_per_rank is not None
-    ):
-      inherit("recv_capacity_per_rank", self.rows_for(most))
+    inherit("recv_capacity_per_rank", self.default_capacity())
     # The least C: an aligned slab per local expert, at most the worst case.
     least = min(group.num_local_experts * self.alignment, worst_case)
     rows = self.capacity_for(most)
@@ -313,18 +308,34 @@ class LayerConfig:
       return self.recv_capacity_per_rank
     return self.rows_for(max(num_tokens, 1))
 
+  def default_capacity(self) -> int | None:
+    """Returns the C of a layer without one; None if it follows the tokens."""
+    group = self.group
+    most, rows = group.max_tokens_per_rank, group.recv_capacity_per_rank
+    if most is None and (rows is None or self.capacity_factor is not None):
+      return None
+    return self.rows_for(most or 1)
+
   def rows_for(self, num_tokens: int) -> int:
     """Returns C for T > 0 tokens if the layer has no fixed capacity."""
     rows = self.group.recv_capacity_per_rank
     if rows is None:
       rows = self.worst_case(num_tokens)
     if self.capacity_factor is not None:
-      even = self.capacity_factor * num_tokens * self.top_k
+      even = min(self.capacity_factor * num_tokens * self.top_k, rows)
       slabs = max(math.ceil(even / self.alignment), self.num_local_experts)
       rows = min(slabs, rows // self.alignment) * self.alignment
     if self.capacity_multiple > 1:
       unit = math.lcm(self.capacity_multiple, self.alignment)
       rows = -(-rows // unit) * unit
+    arguments.check(
+      rows <= arguments.INT32_MAX,
+      f'EpLayerConfig(name="{self.name}")',
+      f"{num_tokens} tokens of a rank need a capacity of {rows} rows"
+      f" (alignment = {self.alignment}, capacity_multiple ="
+      f" {self.capacity_multiple}), but rows are counted in 32 bits; lower one"
+      " of these.",
+    )
     return rows
 
   def check_tokens(self, what: str, num_tokens: int) -> None:

@@ -14,7 +14,20 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from ep._src.base import arguments
+
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def check(what: str, mesh: Any) -> None:
+  """Raises unless `mesh` is a mesh with at least one device."""
+  if not isinstance(mesh, Mesh):
+    raise arguments.wrong_type(what, "mesh", mesh, "a jax.sharding.Mesh")
+  arguments.check(
+    mesh.size > 0,
+    what,
+    f"mesh = {dict(mesh.shape)} has no devices; make one of jax.devices().",
+  )
 
 
 def has_devices(mesh: Mesh) -> TypeGuard[jax.sharding.Mesh]:

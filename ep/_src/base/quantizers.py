@@ -178,7 +178,7 @@ def check_bytes(
       f" {SCALE_DTYPES}; convert it."
     )
   arguments.check(
-    rows.ndim > 0
+    rows.ndim == scales.ndim > 0
     and rows.shape[:-1] == scales.shape[:-1]
     and scales.shape[-1] > 0,
     what,

@@ -87,11 +87,7 @@ def join(
   """
 
   def propose() -> tuple[GroupConfig, dict[str, Any]]:
-    if backend.is_open(group.name):
-      raise ValueError(
-        f'ep_bootstrap: the name "{group.name}" belongs to a live group;'
-        " finalize that one first, or choose another name."
-      )
+    backend.check_free(group.name)
     return group, introduce()
 
   return _meet("ep_bootstrap", group, propose, domain, settings or {})[1]

@@ -34,7 +34,7 @@ from ep._src.base.backend import (
 )
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.group import agreement, ending, stacks
-from ep._src.group.group import EpGroup
+from ep._src.group.group import check_group, EpGroup
 from ep._src.native.connection import close_released, released
 
 BACKENDS: dict[str, Backend] = {
@@ -231,8 +231,9 @@ def ep_bootstrap(
     RuntimeError: the processes cannot be connected.
     FileNotFoundError: the native library is missing.
   """
+  meshes.check("ep_bootstrap", mesh)
   arguments.check(
-    backend is None or backend in BACKENDS,
+    isinstance(backend, str | None) and backend in (None, *BACKENDS),
     "ep_bootstrap",
     f"backend = {backend!r}, but there are only"
     f" {', '.join(map(repr, BACKENDS))}; None picks by platform.",
@@ -292,6 +293,7 @@ def ep_finalize(group: EpGroup) -> None:
       `EpGroup.check`), or a peer has run ops that this process has not. The
       group is closed nevertheless.
   """
+  check_group("ep_finalize", group)
   group.connection.finalize()
 
 
@@ -368,6 +370,8 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
       f" {', '.join(Sizes.__annotations__)}. For anything else, finalize the"
       " group and bootstrap another one."
     )
+  cure = "pass the group that it replaces"
+  arguments.check_type("ep_resize", "group", group, EpGroup, cure)
   group.connection.check_open("ep_resize")
 
   def propose() -> GroupConfig:

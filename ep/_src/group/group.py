@@ -227,11 +227,7 @@ class EpLayerConfig(NotCopied):
     wire: str | None = None,
     name: str | None = None,
   ) -> None:
-    if not isinstance(group, EpGroup):
-      raise TypeError(
-        f"EpLayerConfig: group is a {type(group).__name__}, but an EpGroup is"
-        " expected; get one from ep_bootstrap."
-      )
+    check_group("EpLayerConfig", group)
     values: dict[str, Any] = dict(
       top_k=top_k,
       alignment=alignment,
@@ -254,16 +250,19 @@ class EpLayerConfig(NotCopied):
     return layer
 
   def replace(self, **changes: Any) -> EpLayerConfig:
-    """Returns a layer of the same group with other values.
+    """Returns a layer with other values.
 
     Args:
-      **changes: arguments of `EpLayerConfig`; the other values stay the same.
+      **changes: arguments of `EpLayerConfig`; the other values stay the same. A
+        default capacity becomes the default of the new values.
 
     Raises:
       ValueError, TypeError: as `EpLayerConfig` does.
     """
-    values = {**vars(self.config), "group": self.group, **changes}
-    return EpLayerConfig(**values)
+    values = {**vars(self.config), "group": self.group}
+    if self.recv_capacity_per_rank == self.config.default_capacity():
+      del values["recv_capacity_per_rank"]
+    return EpLayerConfig(**(values | changes))
 
   __replace__ = replace  # for copy.replace
 
@@ -274,7 +273,7 @@ class EpLayerConfig(NotCopied):
     limit of tokens. Otherwise T = 0 has the capacity of T = 1.
 
     Raises:
-      ValueError: `num_tokens` is negative.
+      ValueError: `num_tokens` is negative, or C does not fit into 32 bits.
       TypeError: `num_tokens` is no integer.
     """
     return self.config.capacity_for(num_tokens)
@@ -305,9 +304,11 @@ class EpLayerConfig(NotCopied):
     )
 
 
+def check_group(what: str, group: EpGroup) -> None:
+  cure = "get one from ep_bootstrap"
+  arguments.check_type(what, "group", group, EpGroup, cure)
+
+
 def check_layer(op: str, layer: EpLayerConfig) -> None:
-  if not isinstance(layer, EpLayerConfig):
-    raise TypeError(
-      f"{op}: layer is a {type(layer).__name__}, but an EpLayerConfig is"
-      " expected; make one of the group, EpLayerConfig(group, top_k=...)."
-    )
+  cure = "make one of the group, EpLayerConfig(group, top_k=...)"
+  arguments.check_type(op, "layer", layer, EpLayerConfig, cure)

@@ -16,8 +16,7 @@ from ep._src.base.compat import ad
 from ep._src.matmul.row_map import map_used_rows, weighted
 from ep._src.ops import primitives, views
 from ep._src.ops.dispatch import check_rows
-from ep._src.ops.handle import check_handle, EpHandle
-from ep._src.ops.views import View
+from ep._src.ops.handle import EpHandle, view_of
 
 
 def ep_combine(
@@ -63,14 +62,11 @@ def ep_combine(
     ep.EpError: when the program runs, on every rank: a peer is
       gone, late, or runs another program.
   """
-  check_handle("ep_combine", handle)
-  layer, group, params = handle.layer, handle.layer.group, handle.params
-  op = f'ep_combine(layer "{layer.name}")'
-  view = View.of(group, op)
-  ranks = () if view.is_local else (group.num_token_ranks,)
-  lead = (*ranks, handle.capacity)
+  view = view_of("ep_combine", handle)
+  op, params = view.op, handle.params
+  lead = (*view.ranks, handle.capacity)
   expert_out = jnp.asarray(expert_out)
-  check_rows(op, "expert_out", expert_out, layer.config)
+  check_rows(op, "expert_out", expert_out, params.layer)
   if expert_out.shape[:-1] != lead:
     raise ValueError(
       f"{op}: expert_out has shape {expert_out.shape}, but"

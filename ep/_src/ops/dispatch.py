@@ -9,13 +9,12 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import compat, quantizers
+from ep._src.base import arrays, compat, quantizers
 from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
 from ep._src.base.config import LayerConfig
 from ep._src.ops import fp8_transport, primitives, views
-from ep._src.ops.handle import check_handle, EpHandle
-from ep._src.ops.views import View
+from ep._src.ops.handle import EpHandle, view_of
 
 
 @overload
@@ -108,19 +107,17 @@ def ep_dispatch(
     ep.EpError: when the program runs, on every rank: a peer is
       gone, late, or runs another program.
   """
-  check_handle("ep_dispatch", handle)
-  layer, group, params = handle.layer, handle.layer.group, handle.params
-  op = f'ep_dispatch(layer "{layer.name}")'
+  view = view_of("ep_dispatch", handle)
+  op, layer, params = view.op, handle.layer, handle.params
   tokens, topk_weights = jnp.asarray(tokens), jnp.asarray(topk_weights)
-  view = View.of(group, op)
-  arrays = dict(tokens=tokens, topk_weights=topk_weights)
+  given = dict(tokens=tokens, topk_weights=topk_weights)
   if scales is None:
     check_rows(op, "tokens", tokens, layer.config)
   else:
-    arrays["scales"] = scales = jnp.asarray(scales)
+    given["scales"] = scales = jnp.asarray(scales)
     quantizers.check_bytes(op, "tokens", tokens, scales)
     _check_shape(op, "tokens", tokens, layer.config)
-  for name, x in arrays.items():
+  for name, x in given.items():
     lead = view.lead(name, x.shape)
     if lead != handle.token_shape:
       raise ValueError(
@@ -133,11 +130,7 @@ def ep_dispatch(
       f"{op}: topk_weights has shape {topk_weights.shape}, but [..., top_k] ="
       f" [..., {layer.top_k}] is expected."
     )
-  if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
-    raise TypeError(
-      f"{op}: topk_weights is {topk_weights.dtype}, but weights are floating"
-      " point; convert them."
-    )
+  arrays.check_floats(op, "topk_weights", topk_weights)
 
   weights = topk_weights.astype(jnp.float32)
   received = view.call(

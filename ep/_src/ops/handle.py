@@ -8,9 +8,11 @@ import math
 
 import jax
 
+from ep._src.base import arguments
 from ep._src.base.backend import OpParams
 from ep._src.group.group import EpLayerConfig
 from ep._src.ops import views
+from ep._src.ops.views import View
 
 # Tell `View.call` how to shard each array of an `EpHandle`.
 LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS]
@@ -78,10 +80,34 @@ class EpHandle:
     return self.layer.op_params(math.prod(self.token_shape))
 
 
+def view_of(name: str, handle: EpHandle) -> View:
+  """Returns the view in which the op `name` is called with a handle.
+
+  Raises:
+    TypeError: `handle` is no EpHandle.
+    ValueError: the handle's arrays do not fit its layer, its tokens or the
+      view; or as in `View.of`.
+  """
+  check_handle(name, handle)
+  layer, params = handle.layer, handle.params
+  view = View.of(layer.group, f'{name}(layer "{layer.name}")')
+  for field, size, dtype in (
+    ("mem", params.connection.mem_bytes(params), "uint8"),
+    ("group_sizes", layer.num_local_experts, "int32"),
+  ):
+    x = getattr(handle, field)
+    arguments.check(
+      (x.shape, x.dtype) == ((*view.ranks, size), dtype),
+      view.op,
+      f"handle.{field} is {x.dtype} {list(x.shape)}, but {dtype}"
+      f" {[*view.ranks, size]} is expected"
+      f" {'inside' if view.is_local else 'outside'} jax.shard_map; pass the"
+      " handle that ep_prepare returned there for this layer and these tokens.",
+    )
+  return view
+
+
 def check_handle(op: str, handle: EpHandle) -> None:
   """Raises `TypeError` unless `handle` is an EpHandle."""
-  if not isinstance(handle, EpHandle):
-    raise TypeError(
-      f"{op}: handle is a {type(handle).__name__}, but an EpHandle is expected;"
-      " pass what ep_prepare returned."
-    )
+  cure = "pass what ep_prepare returned"
+  arguments.check_type(op, "handle", handle, EpHandle, cure)

@@ -103,11 +103,7 @@ def ep_prepare(
       f"topk_weights has shape {topk_weights.shape}, but topk_idx"
       f" {topk_idx.shape}; pass a weight for each id.",
     )
-    if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
-      raise TypeError(
-        f"{op}: topk_weights is {topk_weights.dtype}, but weights are floating"
-        " point; convert them."
-      )
+    arrays.check_floats(op, "topk_weights", topk_weights)
   if not (is_ordered or trace_callback.value):
     topk_weights = None
 

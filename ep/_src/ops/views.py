@@ -82,6 +82,11 @@ class View:
     """Whether the op works on the arrays of one rank."""
     return self.mesh is None
 
+  @property
+  def ranks(self) -> tuple[int, ...]:
+    """The leading dims of rank arrays in this view: () or (R,)."""
+    return () if self.is_local else (self.group.num_token_ranks,)
+
   def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the leading dims (all but the last) of one rank's tokens.
 
@@ -248,18 +253,13 @@ def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
 
 def _specs(group: GroupConfig, kinds: Any) -> Any:
   """Returns the `PartitionSpec`s of a pytree of kinds."""
-  axes = {
-    TOKENS: group.token_axes,
-    RANK: group.token_axes,
-    EXPERTS: group.axis_name,
+  specs: dict[Any, PartitionSpec] = {
+    TOKENS: PartitionSpec(group.token_axes),
+    RANK: PartitionSpec(group.token_axes),
+    EXPERTS: PartitionSpec(group.axis_name),
+    REPLICATED: PartitionSpec(),
   }
-
-  def spec(kind: Any) -> PartitionSpec:
-    if isinstance(kind, PartitionSpec):
-      return kind
-    return PartitionSpec() if kind == REPLICATED else PartitionSpec(axes[kind])
-
-  return jax.tree.map(spec, kinds)
+  return jax.tree.map(lambda kind: specs.get(kind, kind), kinds)
 
 
 def _check_places(

@@ -20,7 +20,6 @@ from ep._src.backends.xla.plans import (
   Dims,
   div,
   int32,
-  mem_bytes,
   take,
 )
 from ep._src.base import errors
@@ -89,18 +88,6 @@ def check_routing(
   return fail_if(
     failed.any(), fail, faults, configs, needed, can_raise=dims.can_raise
   )
-
-
-def check_mem(dims: Dims, op: str, mem: jax.Array) -> None:
-  """Raises `ValueError` unless `mem` has a packed plan's shape and dtype."""
-  size = mem_bytes(dims)
-  if (mem.shape, mem.dtype) != ((size,), jnp.uint8):
-    raise ValueError(
-      f'{op}(layer "{dims.layer.name}"): handle.mem is {mem.dtype}'
-      f" {list(mem.shape)}, but this layer's routing state is uint8 [{size}];"
-      " pass the handle that ep_prepare returned for this layer and these"
-      " tokens."
-    )
 
 
 def check_plan(
