@@ -95,7 +95,7 @@ def _visits(sizes: Array, num_blocks: int, height: int, least: int) -> _Visits:
   counts = jnp.where(sizes > 0, after - first, least)
   up_to = jnp.cumsum(counts, dtype=jnp.int32)
   visit = iota(num_blocks + len(sizes))
-  slab = (up_to <= visit[:, None]).sum(1, dtype=jnp.int32)
+  slab = (up_to[None] <= visit[:, None]).sum(1, dtype=jnp.int32)
   slab = jnp.minimum(slab, len(sizes) - 1)
   block = (first - up_to + counts)[slab] + visit
   block = block.clip(0, num_blocks - 1)
