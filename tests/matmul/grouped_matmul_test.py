@@ -216,6 +216,8 @@ _BAD_SHAPES = ValueError, r"expected \[C, F\], \[L, F, G\]"
     ([(1, 3, 5), (2, 5, 7), (2,)], "ffi", _BAD_SHAPES),
     ([(3, 5), (1, 5, 7), (1,)], "efi", (ValueError, "convert one")),
     ([(2, 4), (1, 4, 3), (1,)], "fff", (TypeError, "group_sizes is float32")),
+    ([(2, 4), (1, 4, 3), (1,)], "iii", (TypeError, "rows are int32, but flo")),
+    ([(2, 4), (1, 4, 3), (1,)], "FFi", (TypeError, "rows are complex64, but")),
   ],
 )
 def test_wrong_arguments_are_refused(shapes, dtypes, expected):

@@ -56,7 +56,7 @@ def grouped_matmul(
   Differentiable in `rows` and `matrices`, in both modes, to any order.
 
   Args:
-    rows: `[C, F]`.
+    rows: `[C, F]`, of a float dtype.
     matrices: `[L, F, G]`, of the dtype of `rows`.
     group_sizes: int32 `[L]`, not negative, of a sum up to C.
 
@@ -66,7 +66,7 @@ def grouped_matmul(
   Raises:
     ValueError: if shapes or dtypes do not fit, or a size of NumPy or Python
       does not fit into 32 bits.
-    TypeError: if `group_sizes` are no integers.
+    TypeError: if `group_sizes` are no integers, or the rows no floats.
     JaxRuntimeError: on CPUs, when the program runs, if C > 0 and a size is
       negative or their sum is above C; but not in an exported program, which
       does not call the native library. With C = 0, a call outside of programs
@@ -85,6 +85,11 @@ def grouped_matmul(
     raise ValueError(
       f"grouped_matmul: rows are {rows.dtype} and matrices {matrices.dtype}; "
       "convert one with .astype, so that it is clear which precision is meant."
+    )
+  if not jnp.issubdtype(rows.dtype, jnp.floating):
+    raise TypeError(
+      f"grouped_matmul: rows are {rows.dtype}, but floats are expected, because"
+      " products are summed in float32; convert rows and matrices."
     )
   if 0 in (rows.shape[0], group_sizes.shape[0]):
     arguments.check(
