@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from ep._src.base import arguments, arrays
 from ep._src.moe.config import MoEConfig
+from ep._src.ops import views
 
 _Tree = TypeVar("_Tree")
 _Shape = tuple[int, ...]
@@ -107,7 +108,8 @@ def with_slots(
   so are their gradients. `ep.moe.init` and `ep.moe.from_hf` return E entries,
   and `ep.MoE.init` returns P * L.
 
-  On a mesh, call it under `jax.jit` with `out_shardings`.
+  On a mesh, call it under `jax.jit` with `out_shardings`. An Explicit EP axis
+  does not split the result.
 
   Args:
     arrays: a pytree of NumPy or JAX arrays, whose experts have the order of
@@ -123,6 +125,11 @@ def with_slots(
     if axis_name not in spec:
       return x
     at = spec.index(axis_name)
+    if x.shape[at] == num_slots:
+      return x
+    if isinstance(x, jax.Array):  # JAX cannot split E entries over P ranks
+      rest = PartitionSpec(*(None if a == axis_name else a for a in spec))
+      x = views.resharded(jax.typeof(x).sharding.mesh, rest, x)
     x = x[(slice(None),) * at + (slice(num_slots),)]
     missing = [(0, 0)] * x.ndim
     missing[at] = (0, num_slots - x.shape[at])
