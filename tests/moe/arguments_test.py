@@ -94,6 +94,11 @@ def test_ranks_with_different_tokens_cannot_split_inner_sizes():
     ep.MoE(config, group("dp2_ep2"))
 
 
+def test_a_layer_is_on_a_mesh_or_a_group():
+  with pytest.raises(TypeError, match="MoE: where = 4 is a int, but a mesh or"):
+    ep.MoE(PLAIN, 4)
+
+
 def test_a_copy_of_a_config_is_the_config():
   config = dataclasses.replace(PLAIN, up_activation=jnp.tanh, gated=True)
   assert copy.deepcopy([config])[0] is config
@@ -144,6 +149,7 @@ def test_parameters_are_floats(dtype):
     (dict(x=np.zeros((R, H + 1), np.float32)), r"x has shape \(4, 8\)"),
     (dict(params={}), r"params holds \[\], but the config has"),
     (dict(router=np.zeros((H, E - 1))), r"params\['router'\] has shape"),
+    (dict(router=np.zeros((H, E), int)), r"params\['router'\] is int64, but"),
     (dict(mask=np.ones(R + 1, bool)), r"mask has shape \(5,\)"),
     (dict(captured_idx=np.zeros((R, K))), "captured_idx is float32, but"),
     (dict(captured_idx=np.zeros(R, int)), r"captured_idx has shape \(4,\)"),

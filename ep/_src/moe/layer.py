@@ -92,8 +92,11 @@ class MoE:
           " given, which has these already; pass its mesh for another group."
         )
       group = where
-    else:
+    elif isinstance(where, Mesh):
       group = _bootstrap(config, where, options)
+    else:
+      expected = "a mesh or an ep.EpGroup"
+      raise arguments.wrong_type("MoE", "where", where, expected)
     ep_layer = layer_of(config, group, name or config.name)
     object.__setattr__(self, "config", config)
     object.__setattr__(self, "ep_layer", ep_layer)
@@ -378,7 +381,10 @@ def _check_params(
       f"params[{name!r}] has shape {params[name].shape}, but {shape} is"
       f" expected, {part}. For stacked layers, pass the parameters of one.",
     )
-    dtype = jnp.result_type(params[name])
+    if not jnp.issubdtype(dtype := params[name].dtype, jnp.floating):
+      raise TypeError(
+        f"{op}: params[{name!r}] is {dtype}, but floats are expected."
+      )
     if config.deterministic and dtype != jnp.float32:
       raise TypeError(
         f"{op}: params[{name!r}] is {dtype}, but deterministic = True adds"

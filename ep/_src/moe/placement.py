@@ -39,9 +39,10 @@ class Placement:
 
   Args:
     experts: integers [..., V], the expert of each slot; leading axes are
-      layers. Each expert of 0..E-1 has one slot or several copies. A JAX array
-      is not checked: each expert must have one slot. `ep.MoE` takes V = P * L
-      and E = V, where the numbers from its `num_experts` on are empty slots.
+      layers. Each expert of 0..E-1 has one slot or several copies. The values
+      of a JAX array are not checked: each expert must have one slot. `ep.MoE`
+      takes V = P * L and E = V, where the numbers from its `num_experts` on are
+      empty slots.
 
   Attributes:
     experts: int32 [..., V], a NumPy array unless a JAX array was given.
@@ -56,12 +57,23 @@ class Placement:
   num_experts: int
 
   def __init__(self, experts: Sequence[Any] | np.ndarray | jax.Array) -> None:
-    if isinstance(experts, jax.Array):
-      *_, self.num_experts = experts.shape
-    else:
-      experts = _checked(experts)
-      self.num_experts = int(experts.max()) + 1
-    self.experts = experts
+    what, is_known = "ep.Placement", not isinstance(experts, jax.Array)
+    experts = np.asarray(experts) if is_known else experts
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+      raise TypeError(
+        f"{what}: experts are {experts.dtype}, but integers are expected."
+      )
+    arguments.check(
+      experts.size > 0
+      and experts.ndim > 0
+      and (not is_known or _is_complete(experts)),
+      what,
+      f"experts have shape {experts.shape}, but they must be [..., V], the"
+      " expert of each slot, with each of 0..E-1 once or more.",
+    )
+    self.experts = experts.astype(np.int32)
+    V = experts.shape[-1]
+    self.num_experts = int(experts.max()) + 1 if is_known else V
 
   @property
   def slots(self) -> np.ndarray | jax.Array:
@@ -157,25 +169,12 @@ def check_placement(
   )
 
 
-def _checked(experts: Sequence[Any] | np.ndarray) -> np.ndarray:
-  experts = np.asarray(experts)
-  if experts.dtype.kind not in "iu":
-    raise TypeError(
-      f"ep.Placement: experts are {experts.dtype}, but integers are expected."
-    )
-  arguments.check(
-    experts.size > 0
-    and experts.ndim > 0
-    and experts.min() == 0
-    and all(
-      np.unique(of_layer).size == int(experts.max()) + 1
-      for of_layer in experts.reshape(-1, experts.shape[-1])
-    ),
-    "ep.Placement",
-    f"experts have shape {experts.shape}, but they must be [..., V], the expert"
-    " of each slot, with each of 0..E-1 once or more.",
+def _is_complete(experts: np.ndarray) -> bool:
+  """Returns whether each layer [V] has each of 0..E-1 once or more."""
+  return int(experts.min()) == 0 and all(
+    np.unique(of_layer).size == int(experts.max()) + 1
+    for of_layer in experts.reshape(-1, experts.shape[-1])
   )
-  return experts.astype(np.int32)
 
 
 def move(
@@ -295,7 +294,7 @@ def _moved(
   to = jnp.broadcast_to(to, (*x.shape[:at], P * L)).reshape(-1, P, L)
   rank, me = iota(P)[:, None, None], lax.axis_index(axis_name)
   own = to[:, me]
-  sent, received = own // L == rank, to.swapaxes(0, 1) // L == me
+  sent, received = own[None] // L == rank, to.swapaxes(0, 1) // L == me
   first = L * iota(len(to))[:, None]
 
   def of_slices(values: jax.Array) -> jax.Array:
@@ -306,7 +305,7 @@ def _moved(
   moved = ragged_all_to_all(
     rows,
     jnp.zeros_like(rows),
-    of_slices(first + iota(L)),
+    of_slices(first + iota(L)[None]),
     of_slices(sent),
     of_slices(first + own % L),
     of_slices(received),
