@@ -35,7 +35,7 @@ def _of_module(ops):
 
   def apply(fn, sizes, *args):
     halves = [jnp.split(x, 2, -1) if is_split else x for x, is_split in args]
-    return fn(sizes, jnp.zeros((*sizes.shape, 0), jnp.int32), *halves)
+    return fn(sizes, *halves)
 
   @jax.custom_vjp
   def matmul(rows, matrices, sizes):

@@ -17,7 +17,7 @@ same visits, but one pair of operands for each kernel: the sum of two products
 takes two float32 arrays of rows.
 
 TPUs round float32 operands to bfloat16, unless `jax.default_matmul_precision`
-says otherwise. `segments` have no effect.
+says otherwise.
 """
 
 from __future__ import annotations
@@ -47,25 +47,22 @@ _PART = 128
 
 
 def expand(
-  sizes: Array, segments: Array, rows: Array, matrices: _Arrays, tail: str
+  sizes: Array, rows: Array, matrices: _Arrays, tail: str
 ) -> list[Array]:
-  del segments
   outs = _products(sizes, [rows], matrices, len(matrices), 0)
   return [cut(out, sizes.sum(dtype=jnp.int32), tail) for out in outs]
 
 
 def contract(
-  sizes: Array, segments: Array, outs: _Arrays, matrices: _Arrays, tail: str
+  sizes: Array, outs: _Arrays, matrices: _Arrays, tail: str
 ) -> Array:
-  del segments
   (rows,) = _products(sizes, outs, matrices, 1, 1)
   return cut(rows, sizes.sum(dtype=jnp.int32), tail)
 
 
 def outer(
-  sizes: Array, segments: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
+  sizes: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
 ) -> list[Array]:
-  del segments
   return [_outer(sizes, rows, y, dtype) for y in outs]
 
 

@@ -227,12 +227,9 @@ def _transpose(
   triple = _triple(operands, missing)
   is_wanted = [list(map(ad.is_undefined_primal, xs)) for xs in triple]
   (argument,) = (i for i, wanted in enumerate(is_wanted) if any(wanted))
-  pairs = [*range(max(map(len, triple)))]
-  present = _present(cts)
-  if missing == _ROWS and not present:
-    pairs = []
-  if missing != _ROWS:
-    pairs = [i for i in pairs if i in present]
+  pairs = _present(cts)
+  if missing == _ROWS and pairs:
+    pairs = [*range(max(map(len, triple)))]
   if argument != _ROWS:
     pairs = [i for i in pairs if is_wanted[argument][i]]
   grads = {}
@@ -259,10 +256,12 @@ def _lowering(implementation: Any) -> Callable[..., Any]:
   ) -> Any:
     rows, matrices, outs = _triple(operands, missing)
     if missing == _ROWS:
-      return [implementation.contract(sizes, segments, outs, matrices, tail)]
+      return [implementation.contract(sizes, outs, matrices, tail)]
     if missing == _MATRICES:
-      return implementation.outer(sizes, segments, *rows, outs, matrix_dtype)
-    return implementation.expand(sizes, segments, *rows, matrices, tail)
+      # Only by_tiles.py sums segment by segment.
+      parts = [segments] if implementation is by_tiles else []
+      return implementation.outer(sizes, *rows, outs, matrix_dtype, *parts)
+    return implementation.expand(sizes, *rows, matrices, tail)
 
   return compat.lower_local(apply)
 

@@ -266,10 +266,9 @@ class MoE:
       if padding.count is not None:
         mask = jnp.ones(x.shape[:-1], bool) if mask is None else mask
         x, mask = padding.add(x, 0), padding.add(mask, False)
-        if forced_idx is not None:
-          forced_idx = padding.add(forced_idx, -1)
-        if captured_idx is not None:
-          captured_idx = padding.add(captured_idx, -1)
+        forced_idx, captured_idx = jax.tree.map(
+          lambda ids: padding.add(ids, -1), (forced_idx, captured_idx)
+        )
         view_config = dataclasses.replace(config, balance="batch")
       view.lead("x", x.shape)
       y, metrics = view.call(

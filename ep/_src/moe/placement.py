@@ -58,22 +58,19 @@ class Placement:
 
   def __init__(self, experts: Sequence[Any] | np.ndarray | jax.Array) -> None:
     what, is_known = "ep.Placement", not isinstance(experts, jax.Array)
-    experts = np.asarray(experts) if is_known else experts
-    if not jnp.issubdtype(experts.dtype, jnp.integer):
+    array: Any = np.asarray(experts) if is_known else experts
+    if not jnp.issubdtype(array.dtype, jnp.integer):
       raise TypeError(
-        f"{what}: experts are {experts.dtype}, but integers are expected."
+        f"{what}: experts are {array.dtype}, but integers are expected."
       )
     arguments.check(
-      experts.size > 0
-      and experts.ndim > 0
-      and (not is_known or _is_complete(experts)),
+      array.size > 0 and array.ndim > 0 and not (is_known and _misses(array)),
       what,
-      f"experts have shape {experts.shape}, but they must be [..., V], the"
-      " expert of each slot, with each of 0..E-1 once or more.",
+      f"experts have shape {array.shape}, but they must be [..., V], the expert"
+      " of each slot, with each of 0..E-1 once or more.",
     )
-    self.experts = experts.astype(np.int32)
-    V = experts.shape[-1]
-    self.num_experts = int(experts.max()) + 1 if is_known else V
+    self.experts = array.astype(np.int32)
+    self.num_experts = int(array.max()) + 1 if is_known else array.shape[-1]
 
   @property
   def slots(self) -> np.ndarray | jax.Array:
@@ -169,10 +166,10 @@ def check_placement(
   )
 
 
-def _is_complete(experts: np.ndarray) -> bool:
-  """Returns whether each layer [V] has each of 0..E-1 once or more."""
-  return int(experts.min()) == 0 and all(
-    np.unique(of_layer).size == int(experts.max()) + 1
+def _misses(experts: np.ndarray) -> bool:
+  """Returns whether a layer lacks one of 0..E-1, or has a negative number."""
+  return int(experts.min()) != 0 or any(
+    np.unique(of_layer).size != int(experts.max()) + 1
     for of_layer in experts.reshape(-1, experts.shape[-1])
   )
 
