@@ -269,7 +269,8 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     f"drop_by = {config.drop_by!r}, but capacity_factor = None leaves room for"
     " any routing; give a factor, such as 1.25.",
   )
-  options: dict[str, Any] = dict(
+  layer = EpLayerConfig(
+    group,
     top_k=config.top_k,
     capacity_factor=config.capacity_factor,
     # A deterministic layer needs row blocks of equal size (row_map.py).
@@ -279,7 +280,6 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     wire=config.wire,
     name=name,
   )
-  layer = EpLayerConfig(group, **options)
   if config.token_chunks == 1:
     return layer
   arguments.check(
@@ -291,7 +291,7 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
   if most is None:  # the capacity follows the tokens of each chunk
     return layer
   rows = layer.config.rows_for(-(-most // config.token_chunks))
-  return EpLayerConfig(group, recv_capacity_per_rank=rows, **options)
+  return layer.replace(recv_capacity_per_rank=rows)
 
 
 def exchange_of(

@@ -198,7 +198,8 @@ class MoE:
         tokens y is 0, and x, even NaN, affects no value and no gradient.
       forced_idx: int32 [..., K] or None, the experts to visit instead of the
         experts of the highest scores, as in `ep.route_topk`. With a placement,
-        `replica_slots` or `token_chunks`, a collective of XLA checks the ids.
+        empty slots, `replica_slots` or `token_chunks`, a collective of XLA
+        checks the ids.
       captured_idx: int [..., K] or None, the experts that an inference engine
         captured, checked like `forced_idx`. Tokens with an id of -1 were not
         captured: they visit the experts that the layer's router chooses.
