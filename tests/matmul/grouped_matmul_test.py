@@ -119,6 +119,24 @@ def test_conformance_in_the_tpu_interpreter(case, monkeypatch):
     case.check()
 
 
+def test_many_matrices_in_the_tpu_interpreter():
+  """12 matrices of float32 fit into VMEM in smaller tiles only."""
+  rng = np.random.default_rng(0)
+  rows = rng.normal(size=(8, F)).astype(np.float32)
+  matrices = rng.normal(size=(12, 1, F, G)).astype(np.float32)
+
+  @jax.jit
+  def both(sizes, rows, matrices):
+    outs = by_tpu_kernels.expand(sizes, rows, matrices, "zero")
+    return outs, by_tpu_kernels.contract(sizes, outs, matrices, "zero")
+
+  with pltpu.force_tpu_interpret_mode():
+    outs, back = both(jnp.int32([8]), rows, [*matrices])
+  np.testing.assert_allclose(outs, rows @ matrices[:, 0], 1e-4, 1e-4)
+  expected = sum(y @ w[0].T for y, w in zip(outs, matrices, strict=True))
+  np.testing.assert_allclose(back, expected, 1e-4, 1e-4)
+
+
 def _matmul(rows, matrices):
   out = np.zeros((rows.shape[0], matrices.shape[2]))
   for matrix, slab in zip(matrices, SLABS, strict=True):

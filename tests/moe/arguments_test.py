@@ -77,6 +77,7 @@ def test_a_narrow_bias_is_refused():
     (dict(jitter=np.nan), "jitter = nan"),
     (dict(capacity_factor=np.inf), "capacity_factor = inf"),
     (dict(name="moe\0"), r"name = 'moe\\x00'"),
+    (dict(tp_axis="x", fsdp_axis="x"), "tp_axis and fsdp_axis are both 'x'"),
     (dict(wire="fp8"), "wire = 'fp8'"),
     (dict(wire="mxfp8", hidden=48), "rows have 48 elements"),
     (dict(wire="fp8_block128", hidden=64), "rows have 64 elements"),

@@ -37,8 +37,12 @@ from ep._src.matmul.unwritten_rows import cut
 
 _Arrays = Sequence[Array]
 
-# Candidate tiles: rows, columns of the left operand, columns of the result.
-_TILES = [*itertools.product((1024, 512, 256), (1024, 512, 256), (1024, 512))]
+# Candidate tiles: rows, columns of the left operand, columns of the result. The
+# last one is for many matrices.
+_TILES = [
+  *itertools.product((1024, 512, 256), (1024, 512, 256), (1024, 512)),
+  (256, 128, 128),
+]
 # The most bytes for two buffers of each operand and result, and float32 sums.
 # TPU v5e has the least VMEM of all TPUs, 16 MiB.
 _VMEM = 14 << 20

@@ -135,6 +135,12 @@ class MoEConfig(NotCopied):
     for field in ("tp_axis", "fsdp_axis"):
       if getattr(self, field) is not None:
         arguments.string(what, field, getattr(self, field))
+    arguments.check(
+      self.tp_axis is None or self.tp_axis != self.fsdp_axis,
+      what,
+      f"tp_axis and fsdp_axis are both {self.tp_axis!r}, but they split"
+      " different axes of a matrix; name two mesh axes.",
+    )
     for field in (*_POSITIVE, "shared_inner", "replica_slots"):
       value = arguments.integer(what, field, getattr(self, field))
       object.__setattr__(self, field, value)
