@@ -142,6 +142,8 @@ def test_with_slots_cuts_and_extends_stacked_experts(kind):
     stacked["b_up"]
   )
   assert not more["w_up"][:, E:].any() and more["router"] is stacked["router"]
+  with_others = PartitionSpec(None, ("dp", "ep"))
+  assert ep.moe.with_slots(stacked["b_up"], with_others, 7).shape == (2, 7, F)
   assert_same_bits(ep.moe.with_slots(more, specs, E), stacked)
 
 

@@ -122,13 +122,11 @@ def with_slots(
   """
 
   def of(x: Any, spec: PartitionSpec) -> Any:
-    if axis_name not in spec:
-      return x
-    at = spec.index(axis_name)
-    if x.shape[at] == num_slots:
+    at = split_axis(spec, axis_name)
+    if at is None or x.shape[at] == num_slots:
       return x
     if isinstance(x, jax.Array):  # JAX cannot split E entries over P ranks
-      rest = PartitionSpec(*(None if a == axis_name else a for a in spec))
+      rest = PartitionSpec(*spec[:at], None, *spec[at + 1 :])
       x = views.resharded(jax.typeof(x).sharding.mesh, rest, x)
     x = x[(slice(None),) * at + (slice(num_slots),)]
     missing = [(0, 0)] * x.ndim
@@ -137,6 +135,14 @@ def with_slots(
 
   fitted: _Tree = jax.tree.map(of, arrays, jax.tree.broadcast(specs, arrays))
   return fitted
+
+
+def split_axis(spec: PartitionSpec, axis_name: str) -> int | None:
+  """Returns the array axis that a mesh axis splits, alone or with others."""
+  for at, axes in enumerate(spec):
+    if axis_name == axes or (isinstance(axes, tuple) and axis_name in axes):
+      return at
+  return None
 
 
 def shapes(

@@ -17,6 +17,7 @@ from ep._src.base import arguments, arrays
 from ep._src.base.arrays import iota
 from ep._src.group.group import EpGroup
 from ep._src.lax.ragged_all_to_all import ragged_all_to_all
+from ep._src.moe.parameters import split_axis
 from ep._src.ops import views
 
 
@@ -230,13 +231,12 @@ def move(
     check_placement(op, name, placement, V)
 
   def of(path: Any, x: jax.Array, spec: PartitionSpec) -> Any:
-    split = [i for i, axes in enumerate(spec) if group.axis_name in _axes(axes)]
-    if not split:
+    at = split_axis(spec, group.axis_name)
+    if at is None:
       return x
     what = f"{op}: arrays{jax.tree_util.keystr(path)} of shape {x.shape}"
-    (at,) = split
     arguments.check(
-      _axes(spec[at]) == (group.axis_name,),
+      spec[at] in (group.axis_name, (group.axis_name,)),
       what,
       f"is split by {spec[at]}, but experts are split over"
       f" {group.axis_name!r} alone; give it another spec.",
@@ -266,10 +266,6 @@ def move(
     )
 
   return jax.tree.map_with_path(of, arrays, jax.tree.broadcast(specs, arrays))
-
-
-def _axes(entry: Any) -> tuple[Any, ...]:
-  return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _moved(
