@@ -216,12 +216,6 @@ def test_work_is_linear_in_the_rows_used():
   assert steps == [0, 0, 3]  # The expert segment of each tile.
 
 
-def test_fewer_rows_than_a_block():
-  rows, matrices = jnp.ones((3, F)), jnp.ones((2, F, G))
-  out = gm.grouped_matmul(rows, matrices, jnp.int32([1, 1]))
-  np.testing.assert_array_equal(out, [[F] * G, [F] * G, [0] * G])
-
-
 _BAD_SHAPES = ValueError, r"expected \[C, F\], \[L, F, G\]"
 
 
