@@ -200,11 +200,9 @@ def _check(
 
 def _first_fault(ids: jax.Array, num_experts: int) -> jax.Array:
   """Returns int32 [2], the fault and the expert for `errors.wrong_choice`."""
-  K = ids.shape[1]
   is_wrong = (ids < -1) | (ids >= num_experts)
-  is_earlier = arrays.iota(K)[None] < arrays.iota(K)[:, None]
   is_same = ids[:, :, None] == ids[:, None, :]
-  repeats = (is_same & is_earlier[None]).any(2) & (ids >= 0)
+  repeats = jnp.tril(is_same, -1).any(2) & (ids >= 0)
   fault = 2 * arrays.iota(ids.size).reshape(ids.shape)
   fault += jnp.where(is_wrong, 0, 1)
   fault = jnp.where(is_wrong | repeats, fault, errors.NO_FAULT).min()
