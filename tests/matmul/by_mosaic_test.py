@@ -33,10 +33,10 @@ ALL, NONE, ONE = [0, 1, 0, 77, 122], [0, 0, 0, 0, 0], [0, 0, 0, 0, 200]
 def _run(op, sizes, rows, matrices, outs, *, tail="zero", **options):
   """Calls one of the kernels; `contract` adds products of two matrices."""
   if op == "expand":
-    return by_mosaic.expand(sizes, None, rows, matrices[:1], tail, **options)
+    return by_mosaic.expand(sizes, rows, matrices[:1], tail, **options)
   if op == "contract":
-    return [by_mosaic.contract(sizes, None, outs, matrices, tail, **options)]
-  return by_mosaic.outer(sizes, None, rows, outs[:1], jnp.float32, **options)
+    return [by_mosaic.contract(sizes, outs, matrices, tail, **options)]
+  return by_mosaic.outer(sizes, rows, outs[:1], jnp.float32, **options)
 
 
 def _inputs(sizes, dtype):

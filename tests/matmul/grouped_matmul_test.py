@@ -35,7 +35,7 @@ def _of_module(ops):
 
   def apply(fn, sizes, *args):
     halves = [jnp.split(x, 2, -1) if is_split else x for x, is_split in args]
-    return fn(sizes, jnp.zeros((*sizes.shape, 0), jnp.int32), *halves)
+    return fn(sizes, *halves)
 
   @jax.custom_vjp
   def matmul(rows, matrices, sizes):
@@ -119,6 +119,24 @@ def test_conformance_in_the_tpu_interpreter(case, monkeypatch):
     case.check()
 
 
+def test_many_matrices_in_the_tpu_interpreter():
+  """12 matrices of float32 fit into VMEM in smaller tiles only."""
+  rng = np.random.default_rng(0)
+  rows = rng.normal(size=(8, F)).astype(np.float32)
+  matrices = rng.normal(size=(12, 1, F, G)).astype(np.float32)
+
+  @jax.jit
+  def both(sizes, rows, matrices):
+    outs = by_tpu_kernels.expand(sizes, rows, matrices, "zero")
+    return outs, by_tpu_kernels.contract(sizes, outs, matrices, "zero")
+
+  with pltpu.force_tpu_interpret_mode():
+    outs, back = both(jnp.int32([8]), rows, [*matrices])
+  np.testing.assert_allclose(outs, rows @ matrices[:, 0], 1e-4, 1e-4)
+  expected = sum(y @ w[0].T for y, w in zip(outs, matrices, strict=True))
+  np.testing.assert_allclose(back, expected, 1e-4, 1e-4)
+
+
 def _matmul(rows, matrices):
   out = np.zeros((rows.shape[0], matrices.shape[2]))
   for matrix, slab in zip(matrices, SLABS, strict=True):
@@ -198,12 +216,6 @@ def test_work_is_linear_in_the_rows_used():
   assert steps == [0, 0, 3]  # The expert segment of each tile.
 
 
-def test_fewer_rows_than_a_block():
-  rows, matrices = jnp.ones((3, F)), jnp.ones((2, F, G))
-  out = gm.grouped_matmul(rows, matrices, jnp.int32([1, 1]))
-  np.testing.assert_array_equal(out, [[F] * G, [F] * G, [0] * G])
-
-
 _BAD_SHAPES = ValueError, r"expected \[C, F\], \[L, F, G\]"
 
 
@@ -216,6 +228,8 @@ _BAD_SHAPES = ValueError, r"expected \[C, F\], \[L, F, G\]"
     ([(1, 3, 5), (2, 5, 7), (2,)], "ffi", _BAD_SHAPES),
     ([(3, 5), (1, 5, 7), (1,)], "efi", (ValueError, "convert one")),
     ([(2, 4), (1, 4, 3), (1,)], "fff", (TypeError, "group_sizes is float32")),
+    ([(2, 4), (1, 4, 3), (1,)], "iii", (TypeError, "rows are int32, but flo")),
+    ([(2, 4), (1, 4, 3), (1,)], "FFi", (TypeError, "rows are complex64, but")),
   ],
 )
 def test_wrong_arguments_are_refused(shapes, dtypes, expected):

@@ -41,13 +41,13 @@ def _programs(new, num_rows, f, g, options):
   matrices = [new((4, f, g))] * 2
 
   def expand(sizes, rows, matrix):
-    return by_mosaic.expand(sizes, None, rows, [matrix], "nan", **options)
+    return by_mosaic.expand(sizes, rows, [matrix], "nan", **options)
 
   def contract(sizes, outs, matrices):
-    return by_mosaic.contract(sizes, None, outs, matrices, "zero", **options)
+    return by_mosaic.contract(sizes, outs, matrices, "zero", **options)
 
   def outer(sizes, rows, outs, dtype):
-    return by_mosaic.outer(sizes, None, rows, [outs], dtype, **options)
+    return by_mosaic.outer(sizes, rows, [outs], dtype, **options)
 
   def row_map(num_used, *arrays):
     cores = options["num_cores"]

@@ -128,7 +128,7 @@ def test_an_exported_program_has_no_kernels():
 def test_the_loop_over_fewer_rows_than_a_tile():
   @jit_quickly
   def expand(sizes, rows, matrices):
-    return by_static_tiles.expand(sizes, None, rows, [matrices], "zero")[0]
+    return by_static_tiles.expand(sizes, rows, [matrices], "zero")[0]
 
   out = expand(np.int32([1, 1]), np.ones((3, 4), "f"), np.ones((2, 4, 5), "f"))
   np.testing.assert_array_equal(out, [[4] * 5, [4] * 5, [0] * 5])

@@ -12,11 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep._src.matmul import (
-  by_ragged_dot,
-  on_tpu,
-  row_map,
-)
+from ep._src.matmul import by_ragged_dot, on_tpu, row_map
 from ep._src.matmul.row_map import map_used_rows
 
 L, F, G = 4, 72, 80

@@ -77,6 +77,7 @@ def test_a_narrow_bias_is_refused():
     (dict(jitter=np.nan), "jitter = nan"),
     (dict(capacity_factor=np.inf), "capacity_factor = inf"),
     (dict(name="moe\0"), r"name = 'moe\\x00'"),
+    (dict(tp_axis="x", fsdp_axis="x"), "tp_axis and fsdp_axis are both 'x'"),
     (dict(wire="fp8"), "wire = 'fp8'"),
     (dict(wire="mxfp8", hidden=48), "rows have 48 elements"),
     (dict(wire="fp8_block128", hidden=64), "rows have 64 elements"),
@@ -92,6 +93,11 @@ def test_ranks_with_different_tokens_cannot_split_inner_sizes():
   config = dataclasses.replace(PLAIN, tp_axis="dp")
   with pytest.raises(ValueError, match=r"splits tokens.*data_axes=\(\)"):
     ep.MoE(config, group("dp2_ep2"))
+
+
+def test_a_layer_is_on_a_mesh_or_a_group():
+  with pytest.raises(TypeError, match="MoE: where = 4 is a int, but a mesh or"):
+    ep.MoE(PLAIN, 4)
 
 
 def test_a_copy_of_a_config_is_the_config():
@@ -144,6 +150,7 @@ def test_parameters_are_floats(dtype):
     (dict(x=np.zeros((R, H + 1), np.float32)), r"x has shape \(4, 8\)"),
     (dict(params={}), r"params holds \[\], but the config has"),
     (dict(router=np.zeros((H, E - 1))), r"params\['router'\] has shape"),
+    (dict(router=np.zeros((H, E), int)), r"params\['router'\] is int64, but"),
     (dict(mask=np.ones(R + 1, bool)), r"mask has shape \(5,\)"),
     (dict(captured_idx=np.zeros((R, K))), "captured_idx is float32, but"),
     (dict(captured_idx=np.zeros(R, int)), r"captured_idx has shape \(4,\)"),

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops and layers, and their gradients, run in the strict modes of JAX.
 
-The modes are `jax_numpy_dtype_promotion=strict`, `jax_enable_x64`,
-`jax_debug_nans` and `jax_check_tracer_leaks`. No mode changes the dtypes of
-results. Strict promotion with x64 finds arrays of default dtypes: these arrays
-have 64 bits, and JAX refuses to add them to narrower arrays.
+The modes are `jax_numpy_dtype_promotion=strict`, `jax_numpy_rank_promotion=
+raise`, `jax_enable_x64`, `jax_debug_nans` and `jax_check_tracer_leaks`. No mode
+changes the dtypes of results. Strict promotion with x64 finds arrays of default
+dtypes: these arrays have 64 bits, and JAX refuses to add them to narrower
+arrays.
 
 A program is a function of one rank's arrays: JAX 0.10.2 itself leaks a tracer
 in the gradient of a `shard_map` with a psum.
@@ -210,7 +211,8 @@ PROGRAMS = {
 
 @contextlib.contextmanager
 def strict(mode):
-  with jax.numpy_dtype_promotion("strict"), mode:
+  promotion = jax.numpy_dtype_promotion("strict")
+  with promotion, jax.numpy_rank_promotion("raise"), mode:
     yield
 
 

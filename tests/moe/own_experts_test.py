@@ -206,6 +206,11 @@ def test_params_are_a_pytree_and_may_be_none():
       ValueError,
       r"got rows \(\d+, 6\) and matrices \(\d, 7, 9\); expected",
     ),
+    (
+      dict(experts=lambda s, p, x: s.map(lambda x, _: x, x, p["w_up"][:, 0])),
+      ValueError,
+      r"got arrays of shapes \(\d+, 7\), \(\d, 9\); expected \[\d+, ...\]",
+    ),
   ],
 )
 def test_arguments_that_do_not_fit(change, error, message):

@@ -148,6 +148,10 @@ def test_arrays_that_are_no_placement(experts):
 def test_a_placement_that_does_not_fit():
   with pytest.raises(TypeError, match="float64, but integers are expected"):
     ep.Placement([0.5, 1.5])
+  with pytest.raises(TypeError, match="float32, but integers are expected"):
+    ep.Placement(jax.numpy.arange(2.0))
+  with pytest.raises(ValueError, match=r"experts have shape \(\), but they"):
+    ep.Placement(jax.numpy.int32(0))
   layer = ep.MoE(PLAIN, group("ep4"))
   params, x, _ = arrays(PLAIN)
   with pytest.raises(TypeError, match="placement is a list, but an ep.Pla"):

@@ -11,10 +11,11 @@ import dataclasses
 import math
 
 import jax
+from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 import pytest
 
-from conftest import make_mesh
+from conftest import make_mesh, to_global
 import ep
 from groups import BACKEND, failing, H, K, of_one_process
 from layer_steps import (
@@ -141,7 +142,20 @@ def test_with_slots_cuts_and_extends_stacked_experts(kind):
     stacked["b_up"]
   )
   assert not more["w_up"][:, E:].any() and more["router"] is stacked["router"]
+  with_others = PartitionSpec(None, ("dp", "ep"))
+  assert ep.moe.with_slots(stacked["b_up"], with_others, 7).shape == (2, 7, F)
   assert_same_bits(ep.moe.with_slots(more, specs, E), stacked)
+
+
+def test_with_slots_of_explicit_axes():
+  mesh = make_mesh({"ep": 4}, (AxisType.Explicit,))
+  x = np.arange(16.0).reshape(8, 2)
+  spec = PartitionSpec("ep")
+  cut = jax.jit(lambda x: ep.moe.with_slots(x, spec, E))
+  got = cut(to_global(x, mesh, spec))
+  np.testing.assert_array_equal(whole(got), x[:E])
+  kept = to_global(x, mesh, spec)
+  assert ep.moe.with_slots(kept, spec, 8) is kept
 
 
 def test_the_id_of_an_empty_slot_is_refused():

@@ -12,7 +12,7 @@ import pytest
 from cases import Case
 import ep
 from ep.testing._routings import ROUTINGS
-from groups import E, layer, ranks, spec, with_values
+from groups import E, group, layer, ranks, spec, T, with_values
 from op_functions import handle_of
 
 
@@ -85,6 +85,14 @@ def test_imbalance():
   )
   whole = len(summary.ranks) == 4
   assert summary.rank_imbalance == (4 if whole else None)
+
+
+def test_the_imbalance_of_a_rank_does_not_count_its_empty_slots():
+  """Five experts have the slots 01 23 4- -- on 4 ranks."""
+  config = ep.EpLayerConfig(group(num_experts=5), top_k=1)
+  case = Case(config, np.full((4 * T, 1), 4, np.int32))
+  summary = ep.describe(case.run(handle_of))
+  assert summary.imbalance.tolist() == [1.0] * len(summary.ranks)
 
 
 def test_table():

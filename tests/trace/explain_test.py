@@ -258,6 +258,18 @@ def test_clocks_of_other_speeds_have_a_bound():
     assert is_marked == (e["tid"] == (1 if e["ts"] < 5e6 else 0))
 
 
+@pytest.mark.parametrize("rows, ratio", [([0, 1, 0, 1], 2), ([0] * 4, 0)])
+def test_the_imbalance_of_fewer_rows_than_ranks(rows, ratio):
+  steps_of_ranks = steps(np.random.default_rng(0), rows=rows, num_steps=1)
+  none = dict(dropped=[0] * 4, bytes=[0] * 4)
+  merged = dict(
+    exchanges=[e | none for e in steps_of_ranks],
+    **dict(ep_size=4, processes=[0] * 4, clocks={0: dict(bound_s=None)}),
+  )
+  args = {e["name"]: e.get("args") for e in chrome.events(merged)}
+  assert args["imbalance a"] == {"max/mean": ratio}
+
+
 def test_a_trace_that_begins_within_a_loop_leaves_it_out():
   """`merge` leaves out a loop if one process lacks one of its iterations."""
   merged = merge([part(0, [[1, 1], [2, 2]], 0), part(1, [[2, 2]], 0)])

@@ -16,8 +16,7 @@ compute columns of the block before again, with the same bits.
 
 A copy to shared memory begins at a multiple of 8 rows and 64 columns. So the
 number of rows must be a multiple of 8, and widths multiples of 64, both at
-least 64. On Blackwell both are at least 128, the rows of a block. `segments`
-has no effect.
+least 64. On Blackwell both are at least 128, the rows of a block.
 """
 
 from __future__ import annotations
@@ -39,40 +38,22 @@ _Arrays = Sequence[Array]
 
 
 def expand(
-  sizes: Array,
-  segments: Array,
-  rows: Array,
-  matrices: _Arrays,
-  tail: str,
-  **options: Any,
+  sizes: Array, rows: Array, matrices: _Arrays, tail: str, **options: Any
 ) -> list[Array]:
-  del segments
   return [
     _products("expand", sizes, [rows], [w], tail, **options) for w in matrices
   ]
 
 
 def contract(
-  sizes: Array,
-  segments: Array,
-  outs: _Arrays,
-  matrices: _Arrays,
-  tail: str,
-  **options: Any,
+  sizes: Array, outs: _Arrays, matrices: _Arrays, tail: str, **options: Any
 ) -> Array:
-  del segments
   return _products("contract", sizes, outs, matrices, tail, **options)
 
 
 def outer(
-  sizes: Array,
-  segments: Array,
-  rows: Array,
-  outs: _Arrays,
-  dtype: jnp.dtype,
-  **options: Any,
+  sizes: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype, **options: Any
 ) -> list[Array]:
-  del segments
   return [_outer(sizes, rows, y, dtype, **options) for y in outs]
 
 

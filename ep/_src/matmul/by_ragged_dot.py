@@ -2,8 +2,7 @@
 """Grouped matmuls on GPUs and TPUs: `lax.ragged_dot`.
 
 The functions are the same as in by_tiles.py. XLA may read unused rows, so these
-functions set unused rows to zero where a sum could include them. XLA promises
-no order of sums, so `segments` has no effect.
+functions set unused rows to zero where a sum could include them.
 """
 
 from __future__ import annotations
@@ -20,17 +19,15 @@ _Arrays = Sequence[Array]
 
 
 def expand(
-  sizes: Array, segments: Array, rows: Array, matrices: _Arrays, tail: str
+  sizes: Array, rows: Array, matrices: _Arrays, tail: str
 ) -> list[Array]:
-  del segments
   dots = (_dot(sizes, rows, w).astype(rows.dtype) for w in matrices)
   return [cut(out, sizes.sum(dtype=jnp.int32), tail) for out in dots]
 
 
 def contract(
-  sizes: Array, segments: Array, outs: _Arrays, matrices: _Arrays, tail: str
+  sizes: Array, outs: _Arrays, matrices: _Arrays, tail: str
 ) -> Array:
-  del segments
   terms = [
     _dot(sizes, y, w.swapaxes(1, 2))
     for y, w in zip(outs, matrices, strict=True)
@@ -40,9 +37,8 @@ def contract(
 
 
 def outer(
-  sizes: Array, segments: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
+  sizes: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
 ) -> list[Array]:
-  del segments
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],

@@ -4,7 +4,7 @@
 The functions are the same as in by_tiles.py. The loop covers the whole table of
 row_tiles.py, whose length is static. With a dynamic length, the host would ask
 the device after each step whether another step follows. Tiles past the last
-slab compute products, but write no rows. `segments` has no effect.
+slab compute products, but write no rows.
 
 Float32 products are exact, not in TF32, the default of XLA.
 """
@@ -28,24 +28,20 @@ _HEIGHT = 128  # rows of a tile
 
 
 def expand(
-  sizes: Array, segments: Array, rows: Array, matrices: _Arrays, tail: str
+  sizes: Array, rows: Array, matrices: _Arrays, tail: str
 ) -> list[Array]:
-  del segments
   return [_products(sizes, [rows], [w], 0, tail) for w in matrices]
 
 
 def contract(
-  sizes: Array, segments: Array, outs: _Arrays, matrices: _Arrays, tail: str
+  sizes: Array, outs: _Arrays, matrices: _Arrays, tail: str
 ) -> Array:
-  del segments
   return _products(sizes, outs, matrices, 1, tail)
 
 
 def outer(
-  sizes: Array, segments: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
+  sizes: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
 ) -> list[Array]:
-  del segments
-
   def add(tile: _Tile, sums: _Arrays) -> list[Array]:
     x, *ys = (jnp.where(tile.inside, tile.rows(a), 0) for a in (rows, *outs))
     return [

@@ -38,10 +38,9 @@ _HEIGHT = 64  # rows of a tile
 
 
 def expand(
-  sizes: Array, segments: Array, rows: Array, matrices: _Arrays, tail: str
+  sizes: Array, rows: Array, matrices: _Arrays, tail: str
 ) -> list[Array]:
   """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
-  del segments
 
   def fn(x: Array, *matrices: Array) -> list[Array]:
     return [_dot(x, w, 1, 0) for w in matrices]
@@ -51,10 +50,9 @@ def expand(
 
 
 def contract(
-  sizes: Array, segments: Array, outs: _Arrays, matrices: _Arrays, tail: str
+  sizes: Array, outs: _Arrays, matrices: _Arrays, tail: str
 ) -> Array:
   """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
-  del segments
   n = len(outs)
 
   def fn(*operands: Array) -> list[Array]:
@@ -67,10 +65,14 @@ def contract(
 
 
 def outer(
-  sizes: Array, segments: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
+  sizes: Array,
+  rows: Array,
+  outs: _Arrays,
+  dtype: jnp.dtype,
+  segments: Array | None = None,
 ) -> list[Array]:
   """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
-  if segments.shape[1] == 0:
+  if segments is None or segments.shape[1] == 0:
     segments = sizes[:, None]
   used = sizes.sum(dtype=jnp.int32)
   readers = [unwritten_rows.Reader(x, used) for x in (rows, *outs)]

@@ -17,7 +17,7 @@ same visits, but one pair of operands for each kernel: the sum of two products
 takes two float32 arrays of rows.
 
 TPUs round float32 operands to bfloat16, unless `jax.default_matmul_precision`
-says otherwise. `segments` have no effect.
+says otherwise.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ from ep._src.matmul.unwritten_rows import cut
 
 _Arrays = Sequence[Array]
 
-# Candidate tiles: rows, columns of the left operand, columns of the result.
-_TILES = [*itertools.product((1024, 512, 256), (1024, 512, 256), (1024, 512))]
+# Candidate tiles: rows, columns of the left operand, columns of the result. The
+# last one is for many matrices.
+_TILES = [
+  *itertools.product((1024, 512, 256), (1024, 512, 256), (1024, 512)),
+  (256, 128, 128),
+]
 # The most bytes for two buffers of each operand and result, and float32 sums.
 # TPU v5e has the least VMEM of all TPUs, 16 MiB.
 _VMEM = 14 << 20
@@ -47,25 +51,22 @@ _PART = 128
 
 
 def expand(
-  sizes: Array, segments: Array, rows: Array, matrices: _Arrays, tail: str
+  sizes: Array, rows: Array, matrices: _Arrays, tail: str
 ) -> list[Array]:
-  del segments
   outs = _products(sizes, [rows], matrices, len(matrices), 0)
   return [cut(out, sizes.sum(dtype=jnp.int32), tail) for out in outs]
 
 
 def contract(
-  sizes: Array, segments: Array, outs: _Arrays, matrices: _Arrays, tail: str
+  sizes: Array, outs: _Arrays, matrices: _Arrays, tail: str
 ) -> Array:
-  del segments
   (rows,) = _products(sizes, outs, matrices, 1, 1)
   return cut(rows, sizes.sum(dtype=jnp.int32), tail)
 
 
 def outer(
-  sizes: Array, segments: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
+  sizes: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
 ) -> list[Array]:
-  del segments
   return [_outer(sizes, rows, y, dtype) for y in outs]
 
 
@@ -95,7 +96,7 @@ def _visits(sizes: Array, num_blocks: int, height: int, least: int) -> _Visits:
   counts = jnp.where(sizes > 0, after - first, least)
   up_to = jnp.cumsum(counts, dtype=jnp.int32)
   visit = iota(num_blocks + len(sizes))
-  slab = (up_to <= visit[:, None]).sum(1, dtype=jnp.int32)
+  slab = (up_to[None] <= visit[:, None]).sum(1, dtype=jnp.int32)
   slab = jnp.minimum(slab, len(sizes) - 1)
   block = (first - up_to + counts)[slab] + visit
   block = block.clip(0, num_blocks - 1)

@@ -56,7 +56,7 @@ def grouped_matmul(
   Differentiable in `rows` and `matrices`, in both modes, to any order.
 
   Args:
-    rows: `[C, F]`.
+    rows: `[C, F]`, of a float dtype.
     matrices: `[L, F, G]`, of the dtype of `rows`.
     group_sizes: int32 `[L]`, not negative, of a sum up to C.
 
@@ -66,7 +66,7 @@ def grouped_matmul(
   Raises:
     ValueError: if shapes or dtypes do not fit, or a size of NumPy or Python
       does not fit into 32 bits.
-    TypeError: if `group_sizes` are no integers.
+    TypeError: if `group_sizes` are no integers, or the rows no floats.
     JaxRuntimeError: on CPUs, when the program runs, if C > 0 and a size is
       negative or their sum is above C; but not in an exported program, which
       does not call the native library. With C = 0, a call outside of programs
@@ -85,6 +85,11 @@ def grouped_matmul(
     raise ValueError(
       f"grouped_matmul: rows are {rows.dtype} and matrices {matrices.dtype}; "
       "convert one with .astype, so that it is clear which precision is meant."
+    )
+  if not jnp.issubdtype(rows.dtype, jnp.floating):
+    raise TypeError(
+      f"grouped_matmul: rows are {rows.dtype}, but floats are expected, because"
+      " products are summed in float32; convert rows and matrices."
     )
   if 0 in (rows.shape[0], group_sizes.shape[0]):
     arguments.check(
@@ -222,12 +227,9 @@ def _transpose(
   triple = _triple(operands, missing)
   is_wanted = [list(map(ad.is_undefined_primal, xs)) for xs in triple]
   (argument,) = (i for i, wanted in enumerate(is_wanted) if any(wanted))
-  pairs = [*range(max(map(len, triple)))]
-  present = _present(cts)
-  if missing == _ROWS and not present:
-    pairs = []
-  if missing != _ROWS:
-    pairs = [i for i in pairs if i in present]
+  pairs = _present(cts)
+  if missing == _ROWS and pairs:
+    pairs = [*range(max(map(len, triple)))]
   if argument != _ROWS:
     pairs = [i for i in pairs if is_wanted[argument][i]]
   grads = {}
@@ -254,10 +256,12 @@ def _lowering(implementation: Any) -> Callable[..., Any]:
   ) -> Any:
     rows, matrices, outs = _triple(operands, missing)
     if missing == _ROWS:
-      return [implementation.contract(sizes, segments, outs, matrices, tail)]
+      return [implementation.contract(sizes, outs, matrices, tail)]
     if missing == _MATRICES:
-      return implementation.outer(sizes, segments, *rows, outs, matrix_dtype)
-    return implementation.expand(sizes, segments, *rows, matrices, tail)
+      # Only by_tiles.py sums segment by segment.
+      parts = [segments] if implementation is by_tiles else []
+      return implementation.outer(sizes, *rows, outs, matrix_dtype, *parts)
+    return implementation.expand(sizes, *rows, matrices, tail)
 
   return compat.lower_local(apply)
 

@@ -135,9 +135,9 @@ def _failure(device: Any) -> str | None:
 
   def run(sizes: jax.Array, rows: Any, matrices: jax.Array) -> Any:
     ops = _kernels(device)
-    (outs,) = ops.expand(sizes, None, rows, [matrices], "zero")
-    back = ops.contract(sizes, None, [outs], [matrices], "zero")
-    return ops.outer(sizes, None, back, [outs], jnp.float32)
+    (outs,) = ops.expand(sizes, rows, [matrices], "zero")
+    back = ops.contract(sizes, [outs], [matrices], "zero")
+    return ops.outer(sizes, back, [outs], jnp.float32)
 
   n = _SUMS[device.compute_capability][1]
   shapes = ((n, n), jnp.bfloat16), ((1, n, n), jnp.bfloat16)

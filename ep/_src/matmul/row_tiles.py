@@ -75,7 +75,7 @@ def tiles(sizes: jax.Array, num_rows: int, height: int) -> Tiles:
   # and fewer than `height` rows after the slab.
   excess = ALIGNMENT + height - 2
   tile = iota((num_rows + len(sizes) * excess) // height)
-  slab = (counts_up_to <= tile[:, None]).sum(1, dtype=jnp.int32)
+  slab = (counts_up_to[None] <= tile[:, None]).sum(1, dtype=jnp.int32)
   slab = jnp.minimum(slab, len(sizes) - 1)
   skipped = height * (tile - (counts_up_to - counts)[slab])
   start = jnp.clip(of.start[slab] + skipped, 0, num_rows - height)

@@ -135,6 +135,12 @@ class MoEConfig(NotCopied):
     for field in ("tp_axis", "fsdp_axis"):
       if getattr(self, field) is not None:
         arguments.string(what, field, getattr(self, field))
+    arguments.check(
+      self.tp_axis is None or self.tp_axis != self.fsdp_axis,
+      what,
+      f"tp_axis and fsdp_axis are both {self.tp_axis!r}, but they split"
+      " different axes of a matrix; name two mesh axes.",
+    )
     for field in (*_POSITIVE, "shared_inner", "replica_slots"):
       value = arguments.integer(what, field, getattr(self, field))
       object.__setattr__(self, field, value)
@@ -269,7 +275,8 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     f"drop_by = {config.drop_by!r}, but capacity_factor = None leaves room for"
     " any routing; give a factor, such as 1.25.",
   )
-  options: dict[str, Any] = dict(
+  layer = EpLayerConfig(
+    group,
     top_k=config.top_k,
     capacity_factor=config.capacity_factor,
     # A deterministic layer needs row blocks of equal size (row_map.py).
@@ -279,7 +286,6 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     wire=config.wire,
     name=name,
   )
-  layer = EpLayerConfig(group, **options)
   if config.token_chunks == 1:
     return layer
   arguments.check(
@@ -291,7 +297,7 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
   if most is None:  # the capacity follows the tokens of each chunk
     return layer
   rows = layer.config.rows_for(-(-most // config.token_chunks))
-  return EpLayerConfig(group, recv_capacity_per_rank=rows, **options)
+  return layer.replace(recv_capacity_per_rank=rows)
 
 
 def exchange_of(

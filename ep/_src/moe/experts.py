@@ -99,8 +99,17 @@ class Segments:
 
     Returns:
       The results of `fn`, with C rows instead of B.
+
+    Raises:
+      ValueError: an array has not C rows.
     """
-    sizes = self._handle.group_sizes
+    sizes, C = self._handle.group_sizes, self._handle.capacity
+    arguments.check(
+      all(x.shape[:1] == (C,) for x in arrays),
+      "Segments.map",
+      f"got arrays of shapes {', '.join(str(x.shape) for x in arrays)};"
+      f" expected [{C}, ...]. Segments.spread makes rows of parameters.",
+    )
     if self._handle.layer.alignment == 1:
       return map_used_rows(fn, sizes, *arrays)
     holds_token = _holds_token(self._handle)

@@ -52,7 +52,8 @@ def of_rank(
       precision=lax.Precision.HIGHEST,
     )
     if config.router_bias:
-      logits += params["router_bias"].astype(jnp.float32)
+      router_bias = params["router_bias"].astype(jnp.float32)
+      logits += jnp.broadcast_to(router_bias, logits.shape)
     if key is not None:
       key = jax.random.fold_in(key, lax.axis_index(layer.group.token_axes))
     topk_idx, topk_weights = router.route_topk(
@@ -199,11 +200,9 @@ def _check(
 
 def _first_fault(ids: jax.Array, num_experts: int) -> jax.Array:
   """Returns int32 [2], the fault and the expert for `errors.wrong_choice`."""
-  K = ids.shape[1]
   is_wrong = (ids < -1) | (ids >= num_experts)
-  is_earlier = arrays.iota(K) < arrays.iota(K)[:, None]
   is_same = ids[:, :, None] == ids[:, None, :]
-  repeats = (is_same & is_earlier).any(2) & (ids >= 0)
+  repeats = jnp.tril(is_same, -1).any(2) & (ids >= 0)
   fault = 2 * arrays.iota(ids.size).reshape(ids.shape)
   fault += jnp.where(is_wrong, 0, 1)
   fault = jnp.where(is_wrong | repeats, fault, errors.NO_FAULT).min()

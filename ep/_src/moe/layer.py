@@ -92,8 +92,11 @@ class MoE:
           " given, which has these already; pass its mesh for another group."
         )
       group = where
-    else:
+    elif isinstance(where, Mesh):
       group = _bootstrap(config, where, options)
+    else:
+      expected = "a mesh or an ep.EpGroup"
+      raise arguments.wrong_type("MoE", "where", where, expected)
     ep_layer = layer_of(config, group, name or config.name)
     object.__setattr__(self, "config", config)
     object.__setattr__(self, "ep_layer", ep_layer)
@@ -195,7 +198,8 @@ class MoE:
         tokens y is 0, and x, even NaN, affects no value and no gradient.
       forced_idx: int32 [..., K] or None, the experts to visit instead of the
         experts of the highest scores, as in `ep.route_topk`. With a placement,
-        `replica_slots` or `token_chunks`, a collective of XLA checks the ids.
+        empty slots, `replica_slots` or `token_chunks`, a collective of XLA
+        checks the ids.
       captured_idx: int [..., K] or None, the experts that an inference engine
         captured, checked like `forced_idx`. Tokens with an id of -1 were not
         captured: they visit the experts that the layer's router chooses.
@@ -263,10 +267,9 @@ class MoE:
       if padding.count is not None:
         mask = jnp.ones(x.shape[:-1], bool) if mask is None else mask
         x, mask = padding.add(x, 0), padding.add(mask, False)
-        if forced_idx is not None:
-          forced_idx = padding.add(forced_idx, -1)
-        if captured_idx is not None:
-          captured_idx = padding.add(captured_idx, -1)
+        forced_idx, captured_idx = jax.tree.map(
+          lambda ids: padding.add(ids, -1), (forced_idx, captured_idx)
+        )
         view_config = dataclasses.replace(config, balance="batch")
       view.lead("x", x.shape)
       y, metrics = view.call(
@@ -378,7 +381,10 @@ def _check_params(
       f"params[{name!r}] has shape {params[name].shape}, but {shape} is"
       f" expected, {part}. For stacked layers, pass the parameters of one.",
     )
-    dtype = jnp.result_type(params[name])
+    if not jnp.issubdtype(dtype := params[name].dtype, jnp.floating):
+      raise TypeError(
+        f"{op}: params[{name!r}] is {dtype}, but floats are expected."
+      )
     if config.deterministic and dtype != jnp.float32:
       raise TypeError(
         f"{op}: params[{name!r}] is {dtype}, but deterministic = True adds"

@@ -320,7 +320,7 @@ def measure(
   drops = jnp.zeros(E, jnp.int32)
   if layer.overflow != "chunk":  # chunks drop nothing
     of_slots = dropped.sum(0, dtype=jnp.int32)[:, None]
-    is_expert = experts[:, None] == arrays.iota(E)
+    is_expert = jax.nn.one_hot(experts, E, dtype=bool)
     drops = jnp.where(is_expert, of_slots, 0).sum(0, dtype=jnp.int32)
   rows = handle.total_recv_tokens.sum(dtype=jnp.int32)
   of_ranks = jnp.zeros(lax.axis_size(axes), jnp.int32)

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from ep._src.base import arguments, arrays
 from ep._src.moe.config import MoEConfig
+from ep._src.ops import views
 
 _Tree = TypeVar("_Tree")
 _Shape = tuple[int, ...]
@@ -107,7 +108,8 @@ def with_slots(
   so are their gradients. `ep.moe.init` and `ep.moe.from_hf` return E entries,
   and `ep.MoE.init` returns P * L.
 
-  On a mesh, call it under `jax.jit` with `out_shardings`.
+  On a mesh, call it under `jax.jit` with `out_shardings`. An Explicit EP axis
+  does not split the result.
 
   Args:
     arrays: a pytree of NumPy or JAX arrays, whose experts have the order of
@@ -120,9 +122,12 @@ def with_slots(
   """
 
   def of(x: Any, spec: PartitionSpec) -> Any:
-    if axis_name not in spec:
+    at = split_axis(spec, axis_name)
+    if at is None or x.shape[at] == num_slots:
       return x
-    at = spec.index(axis_name)
+    if isinstance(x, jax.Array):  # JAX cannot split E entries over P ranks
+      rest = PartitionSpec(*spec[:at], None, *spec[at + 1 :])
+      x = views.resharded(jax.typeof(x).sharding.mesh, rest, x)
     x = x[(slice(None),) * at + (slice(num_slots),)]
     missing = [(0, 0)] * x.ndim
     missing[at] = (0, num_slots - x.shape[at])
@@ -130,6 +135,14 @@ def with_slots(
 
   fitted: _Tree = jax.tree.map(of, arrays, jax.tree.broadcast(specs, arrays))
   return fitted
+
+
+def split_axis(spec: PartitionSpec, axis_name: str) -> int | None:
+  """Returns the array axis that a mesh axis splits, alone or with others."""
+  for at, axes in enumerate(spec):
+    if axis_name == axes or (isinstance(axes, tuple) and axis_name in axes):
+      return at
+  return None
 
 
 def shapes(

@@ -17,6 +17,7 @@ from ep._src.base import arguments, arrays
 from ep._src.base.arrays import iota
 from ep._src.group.group import EpGroup
 from ep._src.lax.ragged_all_to_all import ragged_all_to_all
+from ep._src.moe.parameters import split_axis
 from ep._src.ops import views
 
 
@@ -39,9 +40,10 @@ class Placement:
 
   Args:
     experts: integers [..., V], the expert of each slot; leading axes are
-      layers. Each expert of 0..E-1 has one slot or several copies. A JAX array
-      is not checked: each expert must have one slot. `ep.MoE` takes V = P * L
-      and E = V, where the numbers from its `num_experts` on are empty slots.
+      layers. Each expert of 0..E-1 has one slot or several copies. The values
+      of a JAX array are not checked: each expert must have one slot. `ep.MoE`
+      takes V = P * L and E = V, where the numbers from its `num_experts` on are
+      empty slots.
 
   Attributes:
     experts: int32 [..., V], a NumPy array unless a JAX array was given.
@@ -56,12 +58,20 @@ class Placement:
   num_experts: int
 
   def __init__(self, experts: Sequence[Any] | np.ndarray | jax.Array) -> None:
-    if isinstance(experts, jax.Array):
-      *_, self.num_experts = experts.shape
-    else:
-      experts = _checked(experts)
-      self.num_experts = int(experts.max()) + 1
-    self.experts = experts
+    what, is_known = "ep.Placement", not isinstance(experts, jax.Array)
+    array: Any = np.asarray(experts) if is_known else experts
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+      raise TypeError(
+        f"{what}: experts are {array.dtype}, but integers are expected."
+      )
+    arguments.check(
+      array.size > 0 and array.ndim > 0 and not (is_known and _misses(array)),
+      what,
+      f"experts have shape {array.shape}, but they must be [..., V], the expert"
+      " of each slot, with each of 0..E-1 once or more.",
+    )
+    self.experts = array.astype(np.int32)
+    self.num_experts = int(array.max()) + 1 if is_known else array.shape[-1]
 
   @property
   def slots(self) -> np.ndarray | jax.Array:
@@ -157,25 +167,12 @@ def check_placement(
   )
 
 
-def _checked(experts: Sequence[Any] | np.ndarray) -> np.ndarray:
-  experts = np.asarray(experts)
-  if experts.dtype.kind not in "iu":
-    raise TypeError(
-      f"ep.Placement: experts are {experts.dtype}, but integers are expected."
-    )
-  arguments.check(
-    experts.size > 0
-    and experts.ndim > 0
-    and experts.min() == 0
-    and all(
-      np.unique(of_layer).size == int(experts.max()) + 1
-      for of_layer in experts.reshape(-1, experts.shape[-1])
-    ),
-    "ep.Placement",
-    f"experts have shape {experts.shape}, but they must be [..., V], the expert"
-    " of each slot, with each of 0..E-1 once or more.",
+def _misses(experts: np.ndarray) -> bool:
+  """Returns whether a layer lacks one of 0..E-1, or has a negative number."""
+  return int(experts.min()) != 0 or any(
+    np.unique(of_layer).size != int(experts.max()) + 1
+    for of_layer in experts.reshape(-1, experts.shape[-1])
   )
-  return experts.astype(np.int32)
 
 
 def move(
@@ -234,13 +231,12 @@ def move(
     check_placement(op, name, placement, V)
 
   def of(path: Any, x: jax.Array, spec: PartitionSpec) -> Any:
-    split = [i for i, axes in enumerate(spec) if group.axis_name in _axes(axes)]
-    if not split:
+    at = split_axis(spec, group.axis_name)
+    if at is None:
       return x
     what = f"{op}: arrays{jax.tree_util.keystr(path)} of shape {x.shape}"
-    (at,) = split
     arguments.check(
-      _axes(spec[at]) == (group.axis_name,),
+      spec[at] in (group.axis_name, (group.axis_name,)),
       what,
       f"is split by {spec[at]}, but experts are split over"
       f" {group.axis_name!r} alone; give it another spec.",
@@ -272,10 +268,6 @@ def move(
   return jax.tree.map_with_path(of, arrays, jax.tree.broadcast(specs, arrays))
 
 
-def _axes(entry: Any) -> tuple[Any, ...]:
-  return entry if isinstance(entry, tuple) else (entry,)
-
-
 def _moved(
   axis_name: str,
   at: int,
@@ -295,7 +287,7 @@ def _moved(
   to = jnp.broadcast_to(to, (*x.shape[:at], P * L)).reshape(-1, P, L)
   rank, me = iota(P)[:, None, None], lax.axis_index(axis_name)
   own = to[:, me]
-  sent, received = own // L == rank, to.swapaxes(0, 1) // L == me
+  sent, received = own[None] // L == rank, to.swapaxes(0, 1) // L == me
   first = L * iota(len(to))[:, None]
 
   def of_slices(values: jax.Array) -> jax.Array:
@@ -306,7 +298,7 @@ def _moved(
   moved = ragged_all_to_all(
     rows,
     jnp.zeros_like(rows),
-    of_slices(first + iota(L)),
+    of_slices(first + iota(L)[None]),
     of_slices(sent),
     of_slices(first + own % L),
     of_slices(received),

@@ -166,7 +166,7 @@ def route_topk(
     # Logits have the same order as scores, but do not saturate.
     if selection_bias is not None:
       bias = lax.stop_gradient(selection_bias).astype(jnp.float32)
-      order = scores = scores + bias
+      order = scores = scores + jnp.broadcast_to(bias, scores.shape)
     allowed = None
     if top_groups < num_groups:
       allowed = _of_best_groups(scores, num_groups, top_groups, group_best)
@@ -311,7 +311,7 @@ def _chosen_jvp(
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # saves only `places`
 def _sum_of_chosen(values: jax.Array, places: jax.Array) -> jax.Array:
-  is_chosen = places[..., None] == arrays.iota(values.shape[-1])
+  is_chosen = jax.nn.one_hot(places, values.shape[-1], dtype=bool)
   return jnp.where(is_chosen, values[..., None, :], 0.0).sum(axis=-1)
 
 
@@ -323,7 +323,7 @@ def _of_best_groups(
   groups = scores.reshape(*lead, num_groups, num_experts // num_groups)
   best = jnp.take_along_axis(groups, _best(groups, group_best), axis=-1)
   chosen = _best(best.sum(axis=-1), top_groups)
-  is_chosen = (chosen[..., None] == arrays.iota(num_groups)).any(axis=-2)
+  is_chosen = jax.nn.one_hot(chosen, num_groups, dtype=bool).any(axis=-2)
   return jnp.repeat(is_chosen, num_experts // num_groups, axis=-1)
 
 
@@ -355,10 +355,10 @@ def _best(
     keys = jnp.where(allowed, keys, least)
   places = []
   for _ in range(k):
-    place = jnp.argmax(keys, axis=-1, keepdims=True).astype(jnp.int32)
-    keys = jnp.where(arrays.iota(keys.shape[-1]) == place, least, keys)
-    places.append(place)
-  return jnp.concatenate(places, axis=-1)
+    places.append(jnp.argmax(keys, axis=-1).astype(jnp.int32))
+    is_chosen = jax.nn.one_hot(places[-1], keys.shape[-1], dtype=bool)
+    keys = jnp.where(is_chosen, least, keys)
+  return jnp.stack(places, axis=-1)
 
 
 def _log_sqrtsoftplus(logits: jax.Array) -> jax.Array:

@@ -71,8 +71,14 @@ class RoutingSummary:
     """For each rank, max / mean of the tokens of its experts: float64 [N].
 
     The ratio is 1 if the experts have equal loads or no tokens, and at most L.
+    The mean is of the experts that the group knows: slots after its last expert
+    do not count. All L slots count if `ranks` is None, and in a group that
+    counts slots as experts, such as the group of an `ep.MoE` on a mesh.
     """
-    return _imbalance(self.token_counts)
+    num_experts = self.layer.num_local_experts
+    if self.ranks is not None:
+      num_experts = (self.experts < self.layer.group.num_experts).sum(1)
+    return _imbalance(self.token_counts, num_experts)
 
   @property
   def rank_imbalance(self) -> float | None:
@@ -86,7 +92,7 @@ class RoutingSummary:
     ):
       return None
     domains = self.total_recv_tokens.reshape(-1, self.layer.ep_size)
-    return float(_imbalance(domains).max())
+    return float(_imbalance(domains, self.layer.ep_size).max())
 
   def __repr__(self) -> str:
     layer = self.layer
@@ -212,7 +218,7 @@ def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
   return np.array(which, np.int32), np.stack([rows[i] for i in which])
 
 
-def _imbalance(loads: np.ndarray) -> np.ndarray:
-  """Returns max / mean along the last axis; 1 where all loads are 0."""
-  mean = loads.mean(-1)
+def _imbalance(loads: np.ndarray, count: np.ndarray | int) -> np.ndarray:
+  """Returns max / mean of `count` loads along the last axis; 1 if all are 0."""
+  mean = loads.sum(-1) / np.maximum(count, 1)
   return np.where(mean > 0, loads.max(-1) / np.where(mean > 0, mean, 1), 1.0)

@@ -79,10 +79,11 @@ def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
         add("f", "last", domain, tid, begins[rank], bp="e", **arrow)
     if e["op"] == "ep_prepare" and min(e["rows"]) >= 0:
       rows, layer = np.array(e["rows"]), e["layer"]
+      imbalance = float(rows.max() * size / max(rows.sum(), 1))
       loads = enumerate(itertools.chain(*e["tokens"]))
       for name, args in (
         ("rows", {str(r): int(n) for r, n in enumerate(rows)}),
-        ("imbalance", {"max/mean": float(rows.max() / max(rows.mean(), 1))}),
+        ("imbalance", {"max/mean": imbalance}),
         ("drops", {"": sum(e["dropped"])}),
         ("tokens of experts", {str(i): n for i, n in loads}),
       ):

@@ -31,7 +31,7 @@ def to_slots(
 
   All results of a rank where `is_sound` is False are NaN.
   """
-  sent = plan.choices.start[:: dims.L, None] + iota(_bucket(dims))
+  sent = plan.choices.start[:: dims.L, None] + iota(_bucket(dims))[None]
   at = [take(x, sent.reshape(-1)) for x in sources(dims, plan, len(arrays))]
   filler = jnp.zeros(dims.C, bool)
   if dims.tail == "nan":

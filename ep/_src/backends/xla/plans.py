@@ -249,5 +249,5 @@ def _sum(x: jax.Array, axis: int | None = None) -> jax.Array:
 def _sums(x: jax.Array) -> jax.Array:
   """Returns the sums of the first 0, 1, 2... words of the last axis."""
   n = x.shape[-1]
-  is_before = iota(n) < iota(n + 1)[:, None]
+  is_before = iota(n)[None] < iota(n + 1)[:, None]
   return _sum(jnp.where(is_before, x[..., None, :], 0), -1)
