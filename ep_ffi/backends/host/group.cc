@@ -142,7 +142,9 @@ double HostGroup::Waited() {
 }
 
 void HostGroup::FailRun(int64_t run_id, const Status& status) {
-  if (const auto open = exchanges()) open->FailRunHere(run_id, status);
+  if (const auto open = exchanges()) {
+    open->FailRunHere(run_id, status, /*is_of_other_group=*/true);
+  }
 }
 
 Status HostGroup::Close() {
