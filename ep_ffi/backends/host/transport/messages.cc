@@ -111,9 +111,7 @@ bool Decode(const char* bytes, size_t size, Message* message,
 }
 
 std::string JoinNames(const std::string& layer, const std::string& program) {
-  std::string text;
-  text.reserve(layer.size() + 1 + program.size());
-  return text.append(layer).append(1, '\0').append(program);
+  return StrCat(layer, '\0', program);
 }
 
 void SplitNames(const std::string& text, std::string* layer,
