@@ -7,7 +7,9 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 xla=$(python3 -c "import jaxlib; print(jaxlib.__path__[0])")/include
-git ls-files 'ep_ffi/core/*.cc' 'ep_ffi/handlers/*.cc' 'ep_ffi/matmul/*.cc' \
-  'ep_ffi/backends/host/*.cc' |
-  grep -v '_test\.cc$\|/testing/\|/fuzz/' |
-  xargs clang-tidy --quiet -- -std=c++17 -I. -isystem "$xla"
+mapfile -t sources < <(
+  git ls-files 'ep_ffi/core/*.cc' 'ep_ffi/handlers/*.cc' 'ep_ffi/matmul/*.cc' \
+    'ep_ffi/backends/host/*.cc' |
+    grep -v '_test\.cc$\|/testing/\|/fuzz/'
+)
+clang-tidy --quiet "${sources[@]}" -- -std=c++17 -I. -isystem "$xla"

@@ -1,20 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests of denormals.h, pages.h, registry.h and str_cat.h.
+// Tests of denormals.h, export.h, json.h, pages.h, registry.h, str_cat.h and
+// trace.h.
 
 #include <gtest/gtest.h>
+#include <locale.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
 #include <limits>
 #include <locale>
+#include <string>
+#include <utility>
 
 #include "ep_ffi/core/denormals.h"
+#include "ep_ffi/core/export.h"
+#include "ep_ffi/core/json.h"
 #include "ep_ffi/core/pages.h"
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/core/str_cat.h"
+#include "ep_ffi/core/trace.h"
 
 namespace ep {
 namespace {
@@ -198,14 +211,77 @@ TEST(StrCatTest, JoinsTextsAndNumbers) {
   EXPECT_EQ("1 1.5 0.1 1e-09", StrCat(1.0, ' ', 1.5f, ' ', 0.1, ' ', 1e-9));
 }
 
-TEST(StrCatTest, IgnoresTheLocale) {
+// The locale of a program that writes "1.000,5", while the object lives.
+class CommaLocale {
+ public:
+  CommaLocale()
+      : before_(std::locale::global(std::locale(std::locale(), new Comma))) {
+#ifdef __GLIBC__
+    // The file of a German locale, which many machines lack. A locale's number,
+    // then the count and the offsets of its strings, then the strings.
+    constexpr uint32_t kHead[] = {0x20031114, 6, 32, 34, 36, 40, 44, 48};
+    constexpr char kStrings[] = ",\0.\0\3\3\0\0,\0\0\0.\0\0\0UTF-8";
+    const std::string folder = ::testing::TempDir() + "/comma";
+    mkdir(folder.c_str(), 0700);
+    std::ofstream(folder + "/LC_NUMERIC")
+        .write(reinterpret_cast<const char*>(kHead), sizeof(kHead))
+        .write(kStrings, sizeof(kStrings));
+    setenv("LOCPATH", ::testing::TempDir().c_str(), /*overwrite=*/1);
+    EXPECT_NE(nullptr, setlocale(LC_NUMERIC, "comma"));
+#endif
+  }
+  ~CommaLocale() {
+    setlocale(LC_NUMERIC, "C");
+    std::locale::global(before_);
+  }
+
+ private:
   struct Comma : std::numpunct<char> {
     char do_decimal_point() const override { return ','; }
+    char do_thousands_sep() const override { return '.'; }
+    std::string do_grouping() const override { return "\3"; }
   };
-  const std::locale before =
-      std::locale::global(std::locale(std::locale(), new Comma));
-  EXPECT_EQ("0.5", StrCat(0.5));
-  std::locale::global(before);
+
+  const std::locale before_;
+};
+
+TEST(StrCatTest, IgnoresTheLocale) {
+  const CommaLocale locale;
+  EXPECT_EQ("1000 0.5", StrCat(1000, ' ', 0.5));
+  EXPECT_EQ("1000.5000000", Seconds(1000.5));
+}
+
+TEST(StrCatTest, CutsATextBetweenCharacters) {
+  const std::string text = "a\u00e9\U0001f600z";  // of 1, 2, 4 and 1 bytes
+  const size_t ends[] = {0, 1, 1, 3, 3, 3, 3, 7, 8, 8};
+  for (size_t bytes = 0; bytes < std::size(ends); ++bytes) {
+    EXPECT_EQ(text.substr(0, ends[bytes]), Truncated(text, bytes));
+  }
+  EXPECT_EQ("", Truncated("\x80\x80\x80", 2));  // no text, from a peer
+}
+
+TEST(ExportTest, TheErrorFitsAndHasWholeCharacters) {
+  const Status status(Code::kInternal, "caf\u00e9");
+  for (const auto& [bytes, expected] :
+       {std::pair{1, ""}, {5, "caf"}, {6, "caf\u00e9"}, {9, "caf\u00e9"}}) {
+    char error[10] = "*********";
+    EXPECT_EQ(6, Export(error, bytes, [&] { return status; }));
+    EXPECT_STREQ(expected, error);
+    EXPECT_EQ('*', error[std::strlen(expected) + 1]);
+  }
+}
+
+TEST(TraceTest, TheFileIsJsonInAnyLocale) {
+  const CommaLocale locale;
+  const std::string path = ::testing::TempDir() + "/trace";
+  Trace trace;
+  ASSERT_TRUE(trace.Start(path).ok());
+  for (int i = 0; i < 1000; ++i) trace.Lose();
+  ASSERT_TRUE(trace.Stop().ok());
+  std::string line;
+  std::getline(std::ifstream(path), line);
+  EXPECT_EQ("{\"lost\":1000}", line);
+  std::remove(path.c_str());
 }
 
 }  // namespace

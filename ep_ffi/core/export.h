@@ -8,8 +8,8 @@
 #define EP_FFI_CORE_EXPORT_H_
 
 #include <cstdint>
-#include <cstring>
 #include <exception>
+#include <string>
 
 #include "ep_ffi/core/status.h"
 
@@ -33,8 +33,8 @@ int32_t Export(char* error, int64_t error_bytes, Body body) {
   } catch (const std::exception& e) {
     status = Status(Code::kInternal, e.what());
   }
-  std::strncpy(error, status.message().c_str(), error_bytes - 1);
-  error[error_bytes - 1] = 0;
+  const std::string message = Truncated(status.message(), error_bytes - 1);
+  error[message.copy(error, message.size())] = 0;
   return static_cast<int32_t>(status.code());
 }
 

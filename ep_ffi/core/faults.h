@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The errors of ep_prepare, with the same text for every backend.
+// Errors with the same text for every backend, mostly of ep_prepare.
 
 #ifndef EP_FFI_CORE_FAULTS_H_
 #define EP_FFI_CORE_FAULTS_H_
 
 #include <cstdint>
+#include <exception>
 
 #include "ep_ffi/core/status.h"
 
@@ -46,6 +47,12 @@ inline Status Overflow(int64_t rank, int64_t needed, int64_t capacity) {
                        " receive rows, but the capacity is ", capacity,
                        "; raise capacity_factor or recv_capacity_per_rank, "
                        "balance the routing, or use overflow=\"drop\""));
+}
+
+inline Status NoMemory(const std::exception& e) {
+  return Status(Code::kResourceExhausted,
+                StrCat("an array cannot be allocated: ", e.what(),
+                       "; leave more memory to this process"));
 }
 
 }  // namespace ep

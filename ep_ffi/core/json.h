@@ -6,6 +6,9 @@
 #define EP_FFI_CORE_JSON_H_
 
 #include <cstdio>
+#include <iomanip>
+#include <locale>
+#include <sstream>
 #include <string>
 
 namespace ep {
@@ -34,9 +37,10 @@ std::string List(const Items& items, Format format) {
 }
 
 inline std::string Seconds(double time) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.7f", time);
-  return text;
+  std::ostringstream text;  // snprintf would use the program's locale
+  text.imbue(std::locale::classic());
+  text << std::fixed << std::setprecision(7) << time;
+  return text.str();
 }
 
 }  // namespace ep

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// StrCat: concatenates texts and numbers.
+// StrCat concatenates texts and numbers. Truncated shortens a text.
 
 #ifndef EP_FFI_CORE_STR_CAT_H_
 #define EP_FFI_CORE_STR_CAT_H_
 
+#include <cstddef>
 #include <locale>
 #include <sstream>
 #include <string>
@@ -39,6 +40,15 @@ std::string StrCat(const Parts&... parts) {
   std::string out;
   (internal::Append(parts, &out), ...);
   return out;
+}
+
+// Returns the first bytes of a UTF-8 text, at most `max_bytes` and without a
+// part of a character.
+inline std::string Truncated(const std::string& text, size_t max_bytes) {
+  if (text.size() <= max_bytes) return text;
+  size_t end = max_bytes;
+  while (end > 0 && (text[end] & 0xc0) == 0x80) --end;  // inside a character
+  return text.substr(0, end);
 }
 
 }  // namespace ep

@@ -72,7 +72,7 @@ Status Trace::Stop() {
   MutexLock lock(mutex_);
   if (!is_on_.exchange(false)) return Status();
   Write();
-  file_ << "{\"lost\":" << num_lost_ << "}\n";
+  file_ << StrCat("{\"lost\":", num_lost_, "}\n");
   file_.close();
   return file_ ? Status() : CannotWrite(path_);
 }

@@ -3,7 +3,8 @@
 // Records the times and row counts of a group's exchanges in this process, and
 // writes them to a file. Python writes the first line of the file
 // (ep/_src/base/backend.py), and ep/_tools/trace/trace.py merges the files of
-// all processes. A trace that is off costs an exchange one relaxed atomic load.
+// all processes. A trace that is off costs a post and an exchange one relaxed
+// atomic load each.
 
 #ifndef EP_FFI_CORE_TRACE_H_
 #define EP_FFI_CORE_TRACE_H_

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <new>
 #include <numeric>
 #include <utility>
 
@@ -64,6 +65,18 @@ void Post(const Call& call, const Place& place, Mover mover, Contribution c) {
     return shared->RunChunk(rows, chunk);
   };
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
+}
+
+Status Sort(const PlanDims& dims, const PrepareArgs& args, SortedChoices* out) {
+  try {
+    return args.index_is_int64
+               ? SortChoices(dims, static_cast<const int64_t*>(args.topk_idx),
+                             out)
+               : SortChoices(dims, static_cast<const int32_t*>(args.topk_idx),
+                             out);
+  } catch (const std::bad_alloc& e) {  // the arrays may be large
+    return NoMemory(e);
+  }
 }
 
 // Copies the choices of a rank, and returns a view of the copy.
@@ -142,7 +155,9 @@ double HostGroup::Waited() {
 }
 
 void HostGroup::FailRun(int64_t run_id, const Status& status) {
-  if (const auto open = exchanges()) open->FailRunHere(run_id, status);
+  if (const auto open = exchanges()) {
+    open->FailRunHere(run_id, status, /*is_of_other_group=*/true);
+  }
 }
 
 Status HostGroup::Close() {
@@ -211,13 +226,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   }
   if (status.ok()) status = ValidateDims(dims);
   auto mine = std::make_shared<SortedChoices>();
-  if (status.ok()) {
-    status = args.index_is_int64
-                 ? SortChoices(dims, static_cast<const int64_t*>(args.topk_idx),
-                               mine.get())
-                 : SortChoices(dims, static_cast<const int32_t*>(args.topk_idx),
-                               mine.get());
-  }
+  if (status.ok()) status = Sort(dims, args, mine.get());
   if (!status.ok()) return Fail(call, place, std::move(status));
 
   Contribution c;

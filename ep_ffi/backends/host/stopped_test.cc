@@ -31,24 +31,6 @@ void Wake(int64_t posts, Rank& rank) {
   }
 }
 
-TEST(StoppedTest, ARankMayStopBriefly) {
-  Job job;
-  ExpectNothingSaid(job.Run([](Rank& rank) {
-    rank.Bootstrap(kLongS);
-    for (int64_t op = 0; op < 2 * kNumOps; ++op) {
-      if (rank.rank() == kStopped) raise(SIGSTOP);
-      rank.Post();
-      if (rank.rank() == 0) {
-        rank.WaitForOthers(kStopped, [op](auto& r) { return r.posted > op; });
-        usleep(10000);
-        Wake(op, rank);
-      }
-      rank.Wait();
-    }
-    return rank.Close();
-  }));
-}
-
 TEST(StoppedTest, AnyRankMayStopAtAnyMoment) {
   Job job;
   ExpectNothingSaid(job.Run([](Rank& rank) {

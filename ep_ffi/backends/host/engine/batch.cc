@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "ep_ffi/core/denormals.h"
+#include "ep_ffi/core/faults.h"
 
 namespace ep::host {
 namespace {
@@ -57,9 +58,7 @@ Status Batch::RunChunk(int64_t chunk) const {
   try {
     return share.contribution->run(arrays_, chunk - share.first_chunk);
   } catch (const std::exception& e) {  // XLA's threads would not catch it
-    return Status(Code::kResourceExhausted,
-                  StrCat("an array cannot be allocated: ", e.what(),
-                         "; leave more memory to this process"));
+    return NoMemory(e);
   }
 }
 

@@ -313,6 +313,16 @@ TEST(WorkersTest, QueuedTasksRunAfterTheDestructor) {
   EXPECT_TRUE(IsReady(ran.get_future()));
 }
 
+// A task resumes an XLA program, whose results do not depend on the thread.
+TEST(WorkersTest, TasksFlushDenormals) {
+  Workers workers;
+  volatile float smallest = std::numeric_limits<float>::min();
+  std::promise<float> half;
+  workers.Run([&] { half.set_value(smallest / 2); });
+  EXPECT_EQ(0, half.get_future().get());
+  EXPECT_NE(0, smallest / 2);
+}
+
 TEST(WorkersTest, ATaskMayDestroyItsWorkers) {
   auto workers = std::make_shared<Workers>();
   std::promise<void> ended;

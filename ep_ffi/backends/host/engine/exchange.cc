@@ -344,14 +344,15 @@ void Exchanges::FailRunEverywhere(uint64_t site_id, int64_t run_id,
   FailRunHere(run_id, status);
 }
 
-void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
+void Exchanges::FailRunHere(int64_t run_id, const Status& status,
+                            bool is_of_other_group) {
   std::vector<ExchangePtr> failed;
   {
     MutexLock lock(mutex_);
     if (!outcomes_.FailRun(run_id, status)) return;
     failed = pending_.Take(
         [&](const Exchange& e) { return e.key.run_id == run_id; });
-    if (waiting_.empty()) {
+    if (waiting_.empty() && !is_of_other_group) {
       failure_ = status;
       exit_at_ = Now() + options_.exit_after_s;
       for (size_t i = 0; i < topology().members.size(); ++i) {
@@ -361,12 +362,12 @@ void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
       }
     }
   }
-  if (topology().members.size() > 1) {
+  if (topology().members.size() > 1 && !is_of_other_group) {
     // Ranks that have completed their calls may wait for the failed ranks in an
     // XLA collective, and would never raise this error.
     std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
   }
-  if (options_.on_run_failed) {
+  if (options_.on_run_failed && !is_of_other_group) {
     // A worker calls `notify`, which may drop the last reference to a group.
     workers_.Run([notify = options_.on_run_failed, run_id, status] {
       notify(run_id, status);

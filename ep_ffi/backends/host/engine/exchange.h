@@ -84,8 +84,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void FailCall(const Call& call, const Status& reason);
 
   // Fails a run in this process only, because the run has failed in another
-  // group or process.
-  void FailRunHere(int64_t run_id, const Status& status);
+  // process or, if `is_of_other_group`, in another group of this process.
+  void FailRunHere(int64_t run_id, const Status& status,
+                   bool is_of_other_group = false);
 
   Status StartTrace(const std::string& path) { return trace_.Start(path); }
   Status StopTrace() { return trace_.Stop(); }
@@ -173,9 +174,10 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Publishes the state, fails exchanges that lack posts after timeout_s, and
   // warns once of an exchange that lacks posts after timeout_s / 3.
   //
-  // Terminates the process `exit_after_s` seconds after a failed run, if the
-  // process has neither closed the group nor run another op on each of its
-  // devices: a device may wait for a failed rank in an XLA collective.
+  // Terminates the process `exit_after_s` seconds after a run of the group has
+  // failed, if the process has neither closed the group nor run another op on
+  // each of its devices: a device may wait for a failed rank in an XLA
+  // collective.
   void OnTick() EP_EXCLUDES(mutex_);
 
   const Options options_;

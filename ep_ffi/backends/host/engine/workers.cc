@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "ep_ffi/core/denormals.h"
 #include "ep_ffi/core/mutex.h"
 
 namespace ep::host {
@@ -45,6 +46,7 @@ void Workers::Run(std::function<void()> task) {
 }
 
 void Workers::Loop(std::shared_ptr<State> state, bool keeps_waiting) {
+  const ScopedFlushDenormals flush;
   MutexLock lock(state->mutex);
   while (true) {
     while (!state->tasks.empty()) {

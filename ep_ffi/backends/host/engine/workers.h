@@ -5,7 +5,8 @@
 // A completed op resumes the XLA program that waits for it, on the completing
 // thread. The program may then block for other devices, for example in a psum.
 // So neither the progress thread nor a pool of fixed size can complete ops.
-// Each completion gets an idle thread, or a new thread.
+// Each completion gets an idle thread, or a new thread. The threads flush
+// denormals as XLA:CPU's threads do.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_WORKERS_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_WORKERS_H_

@@ -88,9 +88,10 @@ std::string Signature::ValueOf(Field field) const {
 }
 
 std::string Encode(Message message, const std::string& text) {
-  message.text_bytes = std::min(text.size(), kMaxText);
-  std::string bytes(reinterpret_cast<const char*>(&message), sizeof(message));
-  return bytes.append(text, 0, message.text_bytes);
+  const std::string fitting = Truncated(text, kMaxText);
+  message.text_bytes = fitting.size();
+  return std::string(reinterpret_cast<const char*>(&message), sizeof(message)) +
+         fitting;
 }
 
 bool Decode(const char* bytes, size_t size, Message* message,
@@ -110,9 +111,7 @@ bool Decode(const char* bytes, size_t size, Message* message,
 }
 
 std::string JoinNames(const std::string& layer, const std::string& program) {
-  std::string text;
-  text.reserve(layer.size() + 1 + program.size());
-  return text.append(layer).append(1, '\0').append(program);
+  return StrCat(layer, '\0', program);
 }
 
 void SplitNames(const std::string& text, std::string* layer,

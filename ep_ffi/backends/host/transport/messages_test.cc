@@ -43,6 +43,13 @@ TEST(MessagesTest, CutsALongText) {
   EXPECT_TRUE(Decodes(bytes));
 }
 
+// Python could not raise an error with a part of a character.
+TEST(MessagesTest, CutsATextBetweenCharacters) {
+  std::string text = "x";
+  while (text.size() < kMaxText) text += "\u00e9";
+  EXPECT_EQ(kMaxMessage - 1, Encode(Failure(), text).size());
+}
+
 TEST(MessagesTest, SplitsJoinedNames) {
   std::string layer, program;
   SplitNames(JoinNames("moe_3", "jit_step"), &layer, &program);

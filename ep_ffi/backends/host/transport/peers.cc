@@ -66,7 +66,8 @@ struct Peers::Link {
       if (errno == EINTR) continue;
       // ETOOMANYREFS: processes of this user have sent too many descriptors
       // that are not received yet.
-      return errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS;
+      return errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM &&
+             errno != ETOOMANYREFS;
     }
     return true;
   }
