@@ -14,7 +14,9 @@ import socket
 import tempfile
 import threading
 import time
+from typing import Any
 
+import ep
 from ep._src.base import arguments
 from ep._src.native import gpus
 from ep._tools.snapshots import memory as snapshots
@@ -134,7 +136,7 @@ def launch(
       devices.
     TypeError: a number has a wrong type.
   """
-  common = dict(
+  common: dict[str, Any] = dict(
     num_hosts=num_hosts,
     num_processes=num_processes,
     devices_per_process=devices_per_process,
@@ -143,9 +145,10 @@ def launch(
   for name, value in common.items():
     if arguments.integer("ep.launch", name, value) < 1:
       raise ValueError(f"ep.launch: {name} = {value}, but it must be positive.")
-  if timeout_s is not None:
-    arguments.seconds("ep.launch", "timeout_s", timeout_s)
-  arguments.seconds("ep.launch", "join_timeout_s", join_timeout_s)
+  times = dict(timeout_s=timeout_s, grace_s=grace_s or None)
+  for name, value in (times | dict(join_timeout_s=join_timeout_s)).items():
+    if value is not None:
+      arguments.seconds("ep.launch", name, value)
   if not 0 <= arguments.integer("ep.launch", "host_id", host_id) < num_hosts:
     raise ValueError(
       f"ep.launch: host_id = {host_id}, but the hosts are 0..{num_hosts - 1}."
@@ -165,6 +168,7 @@ def launch(
         + (f" and at most {largest}, the number of ranks." * (largest == most))
       )
   common |= dict(max_restarts=max_restarts, min_processes=min_processes)
+  common["version"] = ep.__version__
   if num_hosts > 1 and coordinator is None:
     raise ValueError(
       f"ep.launch: num_hosts = {num_hosts}, but there is no coordinator; pass"
@@ -182,15 +186,15 @@ def launch(
     env = attempts.KEEP_MEMORY | env
   outputs = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
   keep_logs = bool(log_dir or outputs)
-  logs = pathlib.Path(log_dir or tempfile.mkdtemp("", "ranks_", outputs))
   with contextlib.ExitStack() as stack:
     try:
+      logs = pathlib.Path(log_dir or tempfile.mkdtemp("", "ranks_", outputs))
       logs.mkdir(parents=True, exist_ok=True)
       folder = tempfile.TemporaryDirectory(prefix="states_", dir=logs)
     except OSError as e:
       raise ValueError(
-        f"ep.launch: log_dir = {str(logs)!r}, but no file can be written there"
-        f" ({e.strerror}); pass another folder."
+        f"ep.launch: log_dir = {str(log_dir or outputs)!r}, but no file can be"
+        f" written there ({e.strerror}); pass another folder."
       ) from e
     states = pathlib.Path(stack.enter_context(folder))
     if num_hosts == 1:

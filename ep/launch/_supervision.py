@@ -33,6 +33,9 @@ if os.getppid() == int(launcher):  # the launcher is still alive
 _POLL_S = 0.05
 _KILL_AFTER_S = 3.0  # time for a rank to dump its stacks, until it is killed
 _TAIL_LINES = 40
+_TAIL_BYTES = 1 << 20  # of a log, in which the cause of a failure is sought
+_LINE = 1000  # characters of a line that are printed
+_CHUNK = 1 << 20  # bytes of a log that are copied at a time
 _TIMED_OUT = 124  # the exit code of timeout(1)
 
 # _FRAME matches the lines of a traceback above the exception, _FATAL the last
@@ -94,7 +97,10 @@ class Process:
     self.running()
 
   def last_lines(self, count: int) -> list[str]:
-    return self.log.read_text(errors="replace").splitlines()[-count:]
+    with self.log.open("rb") as file:
+      file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+      text = file.read().decode(errors="replace")
+    return [line[:_LINE] for line in text.splitlines()[-count:]]
 
   def told(self, state: str) -> bool:
     """Returns whether the process has written a state."""
@@ -108,7 +114,7 @@ class Process:
   @property
   def cause(self) -> str:
     """The line of the log that explains the failure of the process, or ""."""
-    lines = self.log.read_text(errors="replace").splitlines()
+    lines = self.last_lines(_TAIL_BYTES)
     if fatal := [line for line in lines if _FATAL.match(line)]:
       return fatal[-1]
     tail = lines[-_TAIL_LINES:]
@@ -216,8 +222,7 @@ def watch(
     wait(_in(_KILL_AFTER_S))
 
   if signals:
-    say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
-    return Outcome(128 + signals[0])
+    return end_by(signals)
   if causes:
     first, *rest = causes
     _report(first, first.end, shown=first is ranks[0])
@@ -236,6 +241,12 @@ def watch(
       process, "was still running at the timeout", shown=process is ranks[0]
     )
   return Outcome(_TIMED_OUT if late else 0)
+
+
+def end_by(signals: Sequence[int]) -> Outcome:
+  """Reports a signal that ended the job, and returns the outcome."""
+  say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
+  return Outcome(128 + signals[0])
 
 
 def _lost(
@@ -332,4 +343,7 @@ class _Follower:
     self._file.close()
 
   def copy(self) -> None:
-    write(sys.stdout, self._decode(self._file.read()))
+    size = os.fstat(self._file.fileno()).st_size
+    # A rank may write faster than this process copies, so stop at `size`.
+    while self._file.tell() < size and (data := self._file.read(_CHUNK)):
+      write(sys.stdout, self._decode(data))

@@ -372,6 +372,9 @@ def test_only_failures_and_bazel_keep_default_logs(tmp_path, monkeypatch):
   for _ in range(2):
     assert _launch_code("", num_processes=1) == 0
   assert len(list(tmp_path.glob("bazel/*/rank_*.log"))) == 2
+  monkeypatch.setenv("TEST_UNDECLARED_OUTPUTS_DIR", "/proc/nope")
+  with pytest.raises(ValueError, match="log_dir = '/proc/nope'"):
+    _launch_code("", num_processes=1)
 
 
 def test_a_child_of_a_rank_does_not_outlive_it(tmp_path):
@@ -460,6 +463,21 @@ def test_the_job_continues_when_stdout_is_closed(tmp_path, monkeypatch, capsys):
     writer.close()
 
 
+def test_a_huge_log_needs_little_memory(tmp_path):
+  """The launcher cuts the line of 100 MB in its report."""
+  script = _script(tmp_path, "import os\nos.write(1, bytes(100 << 20))\n1 / 0")
+  flags = ["--num_processes=2", f"--log_dir={tmp_path}", str(script)]
+  with (tmp_path / "output").open("wb") as output:
+    launcher = _python(["-m", "ep", "launch", *flags], stdout=output)
+  _, status, usage = os.wait4(launcher.pid, 0)
+  launcher.returncode = os.waitstatus_to_exitcode(status)
+  assert launcher.returncode == 1
+  assert usage.ru_maxrss < 300 << 10  # KiB; JAX has half of it
+  text = (tmp_path / "output").read_bytes()[100 << 20 :].decode()
+  assert "ZeroDivisionError" in text
+  assert max(map(len, text.splitlines())) < 2000
+
+
 def test_output_that_the_terminal_cannot_encode(monkeypatch):
   """The launcher escapes characters that the terminal cannot encode."""
   program = r"import os; os.write(1, 'a caf\xe9\nand more\n'.encode())"
@@ -477,6 +495,7 @@ def test_output_that_the_terminal_cannot_encode(monkeypatch):
     (dict(devices_per_process=0), ValueError, ["devices_per_process = 0"]),
     (dict(ranks_per_gpu=0), ValueError, ["ranks_per_gpu = 0", "positive"]),
     (dict(timeout_s=0), ValueError, ["timeout_s = 0", "positive"]),
+    (dict(grace_s=float("nan")), ValueError, ["grace_s = nan", "positive"]),
     (dict(num_hosts=2, host_id=2), ValueError, ["host_id = 2", "0..1"]),
     (dict(num_hosts=2), ValueError, ["num_hosts = 2", "no coordinator"]),
     (

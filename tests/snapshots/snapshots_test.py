@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -302,9 +301,7 @@ def _start(folder, killed, host, address, start=subprocess.Popen):
 
 def test_a_host_goes_on_from_copies(tmp_path):
   """Host 0 loses a rank, and then host 1, whose launcher is killed."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
+  address = programs.free_address()
   killed = "KILLED = [(os.getpid, 0, 11, 1), (os.getppid, 1, 22, 2)]"
   launchers = [_start(tmp_path, killed, host, address) for host in range(2)]
   output, _ = launchers[0].communicate()
