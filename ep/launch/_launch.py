@@ -88,7 +88,8 @@ def launch(
   `grace_s` to end.
 
   On Linux no rank outlives this call, even if SIGKILL ends the launcher. When a
-  rank ends, the launcher kills the remaining processes of its process group.
+  rank ends, the launcher kills the remaining processes of its process group; no
+  one does so after SIGKILL.
 
   Args:
     argv: the arguments of `python`: ["train.py", "--steps=10"] or
@@ -123,17 +124,17 @@ def launch(
 
   Returns:
     0 if every rank succeeded. Otherwise, of the last attempt, the exit code of
-    the first failed rank,
-    or 128 + n if signal n killed it; 128 + n if this process got signal n; 124
-    after a timeout; 1 if only some of the ranks joined.
+    the first failed rank, or 128 + n if signal n killed it; 128 + n if this
+    process got signal n; 124 after a timeout; 1 if only some of the ranks
+    joined.
 
   Raises:
     ValueError: there are fewer GPUs than the ranks need, a number is out of
       range or too large for this host, the logs cannot be written, or
       `coordinator` is not an address.
     RuntimeError: on every connected host, if another host has not connected in
-      time, has the same index, or differs in the numbers of hosts, processes or
-      devices.
+      time, has the same index, or differs in the version of ep or the numbers
+      of hosts, processes, devices, ranks per GPU or restarts.
     TypeError: a number has a wrong type.
   """
   common: dict[str, Any] = dict(

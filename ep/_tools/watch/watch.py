@@ -104,7 +104,8 @@ class watch:  # noqa: N801 - used like a function
     The context gives a function. Pass it the results of the step's programs,
     once; it returns them. The step has finished when the first or the last of
     these arrays, whichever is smaller, is ready. If the block calls no such
-    function, the step has finished at the end of the block.
+    function, the step has finished at the end of the block. A step inside
+    another step finishes with it.
 
     Args:
       name: a name for the reports, such as "train" or "evaluate".
@@ -188,8 +189,7 @@ class watch:  # noqa: N801 - used like a function
 class _Steps:
   """The numbers of steps of this process.
 
-  One thread runs the steps. `poll` is thread-safe: its lock keeps `_pending`. A
-  step inside another one ends with the outer one.
+  One thread runs the steps. `poll` is thread-safe: its lock keeps `_pending`.
   """
 
   def __init__(self) -> None:
