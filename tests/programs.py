@@ -29,6 +29,12 @@ def free_address():
     return "{}:{}".format(*s.getsockname())
 
 
+def start_launcher(*words, start=subprocess.Popen, env=None, **options):
+  """Starts `python -m ep launch` with options, a program and its arguments."""
+  argv = [sys.executable, "-m", "ep", "launch", *map(str, words)]
+  return start(argv, env=environment(**(env or {})), **options)
+
+
 def run(*argv):
   """Runs a program, and returns its exit code and output."""
   done = subprocess.run(

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import socket
-import sys
 import time
 
 from hosts import two_hosts
@@ -43,7 +42,6 @@ class Job:
   def __init__(self, folder):
     program = folder / "program.py"
     program.write_text(_PROGRAM)
-    env = programs.environment(EP_TEST_BACKEND="xla")
     with two_hosts() as hosts:
       self.logs = [folder / str(host.number) for host in hosts]
       outputs = [folder / f"output_{host.number}" for host in hosts]
@@ -58,9 +56,10 @@ class Job:
           "--timeout=300",
           f"--log_dir={logs}",
         ]
-        argv = [sys.executable, "-m", "ep", "launch", *flags, str(program)]
         with output.open("wb") as file:
-          launchers.append(host.start(argv, env=env, stdout=file, stderr=file))
+          options = dict(start=host.start, stdout=file, stderr=file)
+          options["env"] = {"EP_TEST_BACKEND": "xla"}
+          launchers.append(programs.start_launcher(*flags, program, **options))
       last = self.logs[1] / "rank_1.log"
       deadline = time.monotonic() + 200
       while not (last.exists() and "stepped" in last.read_text()):

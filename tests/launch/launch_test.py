@@ -468,7 +468,7 @@ def test_a_huge_log_needs_little_memory(tmp_path):
   script = _script(tmp_path, "import os\nos.write(1, bytes(100 << 20))\n1 / 0")
   flags = ["--num_processes=2", f"--log_dir={tmp_path}", str(script)]
   with (tmp_path / "output").open("wb") as output:
-    launcher = _python(["-m", "ep", "launch", *flags], stdout=output)
+    launcher = programs.start_launcher(*flags, stdout=output)
   _, status, usage = os.wait4(launcher.pid, 0)
   launcher.returncode = os.waitstatus_to_exitcode(status)
   assert launcher.returncode == 1
@@ -496,6 +496,13 @@ def test_output_that_the_terminal_cannot_encode(monkeypatch):
     (dict(ranks_per_gpu=0), ValueError, ["ranks_per_gpu = 0", "positive"]),
     (dict(timeout_s=0), ValueError, ["timeout_s = 0", "positive"]),
     (dict(grace_s=float("nan")), ValueError, ["grace_s = nan", "positive"]),
+    (dict(max_restarts=-1), ValueError, ["max_restarts = -1", "at least 0"]),
+    (dict(max_restarts_per_hour=0), ValueError, ["at least 1"]),
+    (
+      dict(min_processes=3),
+      ValueError,
+      ["min_processes = 3", "at least 1 and at most 2, the number of ranks"],
+    ),
     (dict(num_hosts=2, host_id=2), ValueError, ["host_id = 2", "0..1"]),
     (dict(num_hosts=2), ValueError, ["num_hosts = 2", "no coordinator"]),
     (
@@ -537,7 +544,7 @@ def test_a_flag_starts_more_ranks_than_the_host_can_hold(monkeypatch):
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
   script = _script(tmp_path, f"import os; print(os.getpid()); {_STUCK}")
   flags = ["--num_processes=2", f"--log_dir={tmp_path}"]
-  launcher = _python(["-m", "ep", "launch", *flags, str(script)])
+  launcher = programs.start_launcher(*flags, script)
   _when_logged(tmp_path, launcher.kill).join()
   assert launcher.wait(timeout=20) == -signal.SIGKILL
   pids = [*map(int, _logs(tmp_path))]
@@ -637,9 +644,10 @@ from ep import launch
 import ep
 assert ep.launch is launch and not hasattr(ep, "lunch")
 """
-  process = _python(
-    ["-m", "ep", "launch", "--num_processes=1", _script(tmp_path, program)],
-    {"PYTHONWARNINGS": "error"},
+  process = programs.start_launcher(
+    "--num_processes=1",
+    _script(tmp_path, program),
+    env={"PYTHONWARNINGS": "error"},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
   )

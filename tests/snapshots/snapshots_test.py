@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 from hosts import two_hosts
@@ -420,9 +419,8 @@ def _start(folder, killed, host, address, start=subprocess.Popen):
   flags += ["--min_processes=1", "--grace=5", "--timeout=200"]
   flags += [f"--coordinator={address}", f"--host_id={host}"]
   flags += [f"--log_dir={folder / str(host)}"]
-  argv = [sys.executable, "-m", "ep", "launch", *flags, str(program)]
-  env = programs.environment()
-  return start(argv, env=env, stdout=subprocess.PIPE, text=True)
+  options = dict(start=start, stdout=subprocess.PIPE, text=True)
+  return programs.start_launcher(*flags, program, **options)
 
 
 def test_a_host_goes_on_from_copies(tmp_path):

@@ -62,13 +62,12 @@ class File:
 
   def generations(self) -> list[Generation]:
     """Returns the complete generations, the newest first."""
-    found, size = [], os.fstat(self.fd).st_size
+    found = []
     for at in range(2):
       entry = os.pread(self.fd, _ENTRY.size, at * _ENTRY.size)
       if len(entry) == _ENTRY.size and entry.startswith(_MAGIC):
         generation = Generation(*_ENTRY.unpack(entry)[1:-1])
-        is_inside = 0 < generation.begin <= size - generation.size
-        if is_inside and entry == generation.pack():
+        if entry == generation.pack():
           found.append(generation)
     return sorted(found, key=lambda each: -each.step)
 
