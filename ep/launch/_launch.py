@@ -11,12 +11,12 @@ import pathlib
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
 from typing import Any
 
-import ep
 from ep._src.base import arguments
 from ep._src.native import gpus
 from ep._tools.snapshots import memory as snapshots
@@ -169,7 +169,7 @@ def launch(
         + (f" and at most {largest}, the number of ranks." * (largest == most))
       )
   common |= dict(max_restarts=max_restarts, min_processes=min_processes)
-  common["version"] = ep.__version__
+  common["version"] = sys.modules["ep"].__version__  # an import is a cycle
   if num_hosts > 1 and coordinator is None:
     raise ValueError(
       f"ep.launch: num_hosts = {num_hosts}, but there is no coordinator; pass"
