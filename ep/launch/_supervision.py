@@ -15,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import NamedTuple, TextIO
 
@@ -36,6 +37,7 @@ _TAIL_LINES = 40
 _TAIL_BYTES = 1 << 20  # of a log, in which the cause of a failure is sought
 _LINE = 1000  # characters of a line that are printed
 _CHUNK = 1 << 20  # bytes of a log that are copied at a time
+_LAST_COPY_S = 5.0  # time to copy the rest of a log, at the end
 _TIMED_OUT = 124  # the exit code of timeout(1)
 
 # _FRAME matches the lines of a traceback above the exception, _FATAL the last
@@ -167,7 +169,7 @@ def watch(
   ended: list[Process | hosts.Host] = []
   failed: list[Process | hosts.Host] = []
   outside = {*ranks}  # ranks that have not joined
-  with _Follower(ranks[0].log) as terminal:
+  with _Follower(ranks[0].log):
 
     def wait(limit: float, condition: Callable[[], object] = bool) -> None:
       """Waits until no rank runs, `limit` has passed, or `condition` holds."""
@@ -175,7 +177,6 @@ def watch(
         ended.extend(p for p in watched if p not in ended and not p.running())
         failed.extend(p for p in ended if p not in failed and has_failed(p))
         failed.sort(key=lambda p: p.ended_at)
-        terminal.copy()
         arrived = {rank for rank in outside if rank.told("joined")}
         outside.difference_update(arrived)
         if arrived and not outside:
@@ -330,20 +331,29 @@ def write(stream: TextIO | None, text: str) -> bool:
 
 
 class _Follower:
-  """A copier of new bytes of a file to stdout, like `tail -f`."""
+  """A thread that copies new bytes of a file to stdout, like `tail -f`.
+
+  Only this thread waits for a reader of stdout that has stopped to read.
+  """
 
   def __init__(self, path: pathlib.Path):
-    self._file = path.open("rb")
-    self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    self._path = path
+    self._is_over = threading.Event()
+    self._thread = threading.Thread(target=self._run, daemon=True)
 
-  def __enter__(self) -> _Follower:
-    return self
+  def __enter__(self) -> None:
+    self._thread.start()
 
   def __exit__(self, *exc_info: object) -> None:
-    self._file.close()
+    self._is_over.set()
+    self._thread.join(_LAST_COPY_S)
 
-  def copy(self) -> None:
-    size = os.fstat(self._file.fileno()).st_size
-    # A rank may write faster than this process copies, so stop at `size`.
-    while self._file.tell() < size and (data := self._file.read(_CHUNK)):
-      write(sys.stdout, self._decode(data))
+  def _run(self) -> None:
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    is_last = False
+    with self._path.open("rb") as file:
+      while not is_last:
+        is_last = self._is_over.wait(_POLL_S)
+        size = os.fstat(file.fileno()).st_size  # a process may still write
+        while file.tell() < size and (data := file.read(_CHUNK)):
+          write(sys.stdout, decode(data))

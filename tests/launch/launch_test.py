@@ -463,6 +463,32 @@ def test_the_job_continues_when_stdout_is_closed(tmp_path, monkeypatch, capsys):
     writer.close()
 
 
+def test_a_reader_that_stalls_does_not_stop_the_launcher(tmp_path):
+  """The pipe is full when rank 1 fails; the launcher ends rank 0."""
+  program = """
+import os, pathlib, sys, time
+pid = pathlib.Path(sys.argv[1])
+if os.environ["JAX_PROCESS_ID"] == "0":
+  pid.with_suffix(".draft").write_text(str(os.getpid()))
+  print((1 << 20) * "x")
+  pid.with_suffix(".draft").rename(pid)
+  time.sleep(600)
+while not pid.exists():
+  time.sleep(0.1)
+time.sleep(1)
+sys.exit(3)
+"""
+  flags = ["--num_processes=2", "--grace=0.5", f"--log_dir={tmp_path}"]
+  argv = [*flags, _script(tmp_path, program), tmp_path / "pid"]
+  launcher = programs.start_launcher(*argv, stdout=subprocess.PIPE)
+  _wait_until((tmp_path / "pid").exists)
+  pid = int((tmp_path / "pid").read_text())
+  _wait_until(lambda: not _is_running(pid))
+  output = launcher.communicate()[0].decode()
+  assert launcher.returncode == 3
+  assert "ep.launch: rank 1 failed with exit code 3" in output
+
+
 def test_a_huge_log_needs_little_memory(tmp_path):
   """The launcher cuts the line of 100 MB in its report."""
   script = _script(tmp_path, "import os\nos.write(1, bytes(100 << 20))\n1 / 0")
