@@ -128,6 +128,19 @@ def test_a_step_inside_another_ends_with_it():
       assert steps.launched == begun
 
 
+def test_a_store_that_is_gone_delays_no_step(monkeypatch):
+  is_over = threading.Event()
+  client = types.SimpleNamespace(
+    key_value_set=lambda *args, **kwargs: is_over.wait(60)
+  )
+  monkeypatch.setattr(compat, "distributed_client", lambda: client)
+  begin = time.monotonic()
+  with ep.watch():
+    pass
+  assert time.monotonic() - begin < 30
+  is_over.set()
+
+
 def test_a_driver_that_hangs_delays_no_report(monkeypatch, capsys):
   is_over = threading.Event()
   monkeypatch.setattr(devices, "errors", lambda since: is_over.wait(60))
