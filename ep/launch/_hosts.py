@@ -232,12 +232,11 @@ class Hosts:
     told, before = {0: losses}, len(self._hosts)
     for index, host in [*self._hosts.items()]:
       try:
-        told[index] = losses
+        theirs = losses._asdict()
         if restart:
           theirs = host.receive(dict, self._timeout_s, signals)
-          told[index] = Losses(**theirs)
+        told[index] = Losses(**theirs)
       except (OSError, ValueError, TypeError):
-        del told[index]
         self._hosts.pop(index).close()
     lefts = _left(told, is_host_lost=len(self._hosts) < before)
     needed, whole = self._common["min_processes"], self._common["num_processes"]
@@ -277,8 +276,7 @@ class Hosts:
     """
     end = time.monotonic() + self._timeout_s
     while True:
-      left = max(end - time.monotonic(), 0.01)
-      host = None
+      left, host = max(end - time.monotonic(), 0.01), None
       try:
         connection = socket.create_connection(self._address, left)
         host = Host(f"host 0 ({self._address[0]})", connection)
@@ -306,21 +304,20 @@ class Hosts:
 
   def _accept_all(self) -> None:
     """Waits until all other hosts have connected to host 0."""
+    wrong = ""
     for number, host, wrong in self._arrivals(self._timeout_s):
       if wrong:
         host.send(wrong)
         break
       self._hosts[number] = host
-    else:
-      wrong = ""
-      late = {*range(1, self._common["num_hosts"])} - self._hosts.keys()
-      if late:
-        wrong = (
-          f"of {self._common['num_hosts']} hosts these did not come to host 0"
-          f" at {self._at}, within {self._timeout_s:g} s:"
-          f" {', '.join(map(str, sorted(late)))}; start the same command there,"
-          " each with its own --host_id."
-        )
+    late = {*range(1, self._common["num_hosts"])} - self._hosts.keys()
+    if late and not wrong:
+      wrong = (
+        f"of {self._common['num_hosts']} hosts these did not come to host 0 at"
+        f" {self._at}, within {self._timeout_s:g} s:"
+        f" {', '.join(map(str, sorted(late)))}; start the same command there,"
+        " each with its own --host_id."
+      )
     for host in self.peers:
       host.send(wrong)
     if wrong:
