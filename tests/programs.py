@@ -2,6 +2,7 @@
 """Runs the repository's programs, which start ranks."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -19,6 +20,19 @@ def environment(**variables):
   inherited.pop("JAX_COORDINATOR_ADDRESS", None)
   path = os.pathsep.join(filter(None, sys.path))
   return inherited | {"PYTHONPATH": path} | variables
+
+
+def free_address():
+  """Returns 127.0.0.1 and a port that no server uses, as host:port."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return "{}:{}".format(*s.getsockname())
+
+
+def start_launcher(*words, start=subprocess.Popen, env=None, **options):
+  """Starts `python -m ep launch` with options, a program and its arguments."""
+  argv = [sys.executable, "-m", "ep", "launch", *map(str, words)]
+  return start(argv, env=environment(**(env or {})), **options)
 
 
 def run(*argv):

@@ -119,10 +119,10 @@ def _value(fields: Any, name: str, kind: type) -> Any:
     raise ValueError(f'it has no field "{name}" that is a {kind.__name__}')
   if isinstance(value, float) and not 0 <= value < 1e12:
     raise ValueError(f'"{name}" is {value}, which is no time')
-  return _printable(value) if isinstance(value, str) else value
+  return printable(value) if isinstance(value, str) else value
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
   """Replaces control characters, which could control the user's terminal."""
   return "".join(c if c.isprintable() else "?" for c in text)
 
@@ -159,7 +159,7 @@ def _read_process(pid: int) -> Process | None:
       except OSError:
         continue  # the group was closed
       except ValueError as e:
-        faults.append(_printable(str(e)))
+        faults.append(printable(str(e)))
         continue
       if record.pid == inside:
         records.append(record)
@@ -180,7 +180,8 @@ def _is_memory(path: str, name: str) -> re.Match[str] | None:
 
 def _read_text(path: str) -> bytes:
   """Returns the last published text; raises `ValueError` if there is none."""
-  file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+  # The process may have reused the descriptor's number, for a pipe that blocks.
+  file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
   try:
     for _ in range(100):
       # The kernel copies one read in any order, but no read overtakes another:
@@ -220,7 +221,7 @@ def _is_stopped(pid: int) -> bool:
 
 def _command(pid: int) -> str:
   words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-  line = _printable(b" ".join(words).decode(errors="replace").strip())
+  line = printable(b" ".join(words).decode(errors="replace").strip())
   return line if len(line) <= 100 else line[:97] + "..."
 
 
@@ -280,7 +281,7 @@ class _Request:
       file.truncate(0)
     if not text:
       return f"it has not shown its stacks within {_ANSWER_S:g} s"
-    lines = [f"    {_printable(line)}" for line in text.splitlines()]
+    lines = [f"    {printable(line)}" for line in text.splitlines()]
     return "\n".join(["its Python stacks, the latest call first:", *lines])
 
 

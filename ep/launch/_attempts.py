@@ -80,7 +80,7 @@ class Job:
       if self.memory:
         own = range(share.first, share.first + share.ranks)
         copied = range(share.copied, share.copied + share.copies)
-        passed = self.memory.begin(share.restart, own, copied)
+        passed = self.memory.begin(share.restart, share.total, own, copied)
       ranks = [
         start(
           f"rank_{rank}",

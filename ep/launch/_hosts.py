@@ -11,12 +11,13 @@ messages are lines of JSON:
     {"places": 8, ...}    the losses of a host, before a restart
 
 TCP reports a launcher that has died, and, by keepalive probes, a host that is
-out of reach.
+out of reach. Host 0 drops a connection whose first message is no host's. It
+does not authenticate hosts (SECURITY.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import json
 import select
@@ -25,7 +26,10 @@ import time
 from typing import Any, NamedTuple
 
 _RETRY_S = 0.2
-_HELLO_S = 5.0  # limit for the first message of a connected launcher
+_LONGEST_S = 1e6  # sockets refuse waits of 2^31 ms or more
+_MESSAGE_S = 1.0  # limit for the rest of a message
+_MESSAGE_BYTES = 1 << 12
+_STRANGERS = 64  # connections without a message, at most
 _PROBE_S, _PROBES = 5, 2  # a host that misses these probes is out of reach
 _REPLACEMENT_S = 2.0  # wait for replacements while enough ranks are left
 
@@ -67,14 +71,14 @@ class Host:
   def running(self) -> bool:
     """Returns whether the host runs; sets `code`, `end` and `ended_at`."""
     if self.code is None and (
-      b"\n" in self._received or select.select([self._connection], [], [], 0)[0]
+      b"\n" in self._received or select.select([self], [], [], 0)[0]
     ):
       try:
-        self.code, self.end = self.receive(list)
+        self.code, self.end = self.receive(list, _MESSAGE_S)
       except ValueError:
         self.code, self.end = 1, "has ended without a word"
       except OSError as e:
-        self.code, self.end = 1, f"is out of reach ({e.strerror})"
+        self.code, self.end = 1, f"is out of reach ({e.strerror or e})"
       self.ended_at = time.monotonic()
     return self.code is None
 
@@ -91,22 +95,38 @@ class Host:
     with contextlib.suppress(OSError):  # `receive` reports the error
       self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-  def receive(self, kind: type, timeout_s: float | None = None) -> Any:
+  def receive(
+    self, kind: type, timeout_s: float, signals: Sequence[int] = ()
+  ) -> Any:
     """Returns the next message of type `kind`; skips other messages.
 
     Raises:
       ValueError: the connection is closed, or the message is not JSON.
-      OSError: the host is out of reach, or the timeout has passed.
+      OSError: the host is out of reach, the timeout has passed, or this process
+        has got one of the `signals`.
     """
-    self._connection.settimeout(timeout_s)
+    end = time.monotonic() + timeout_s
     while True:
       while b"\n" not in self._received:
-        if not (more := self._connection.recv(4096)):
-          raise ValueError("the connection is closed")
+        left = end - time.monotonic()
+        if signals or left <= 0:
+          raise TimeoutError("no message came")
+        if not select.select([self], [], [], min(left, _RETRY_S))[0]:
+          continue
+        more = self._connection.recv(_MESSAGE_BYTES)
+        if not more or len(self._received) > _MESSAGE_BYTES:
+          raise ValueError("the connection is closed, or the message too long")
         self._received += more
       line, _, self._received = self._received.partition(b"\n")
-      if isinstance(message := json.loads(line), kind):
+      try:
+        message = json.loads(line)
+      except RecursionError as e:
+        raise ValueError("the message is nested too deeply") from e
+      if isinstance(message, kind):
         return message
+
+  def fileno(self) -> int:
+    return self._connection.fileno()
 
   def close(self) -> None:
     self._connection.close()
@@ -160,7 +180,7 @@ class Hosts:
     timeout_s: float,
   ):
     self._stack, self._is_first = stack, host_id == 0
-    self._common, self._timeout_s = common, timeout_s
+    self._common, self._timeout_s = common, min(timeout_s, _LONGEST_S)
     self._hosts: dict[int, Host] = {}  # by index
     if common["num_hosts"] == 1:
       return
@@ -186,12 +206,15 @@ class Hosts:
   def peers(self) -> list[Host]:
     return list(self._hosts.values())
 
-  def divide(self, restart: int, losses: Losses) -> Share:
+  def divide(
+    self, restart: int, losses: Losses, signals: Sequence[int]
+  ) -> Share:
     """Agrees with the other hosts on the ranks of an attempt.
 
     Args:
       restart: the number of restarts so far.
       losses: the losses of this host.
+      signals: the signals of this process, which end the wait for other hosts.
 
     Raises:
       RuntimeError: host 0 has gone, or too few ranks are left.
@@ -202,25 +225,28 @@ class Hosts:
       if restart:
         self._hosts[0].send(losses._asdict())
       try:
-        return Share(**self._hosts[0].receive(dict, 2 * self._timeout_s))
+        wait_s = 2 * self._timeout_s
+        return Share(**self._hosts[0].receive(dict, wait_s, signals))
       except (OSError, ValueError, TypeError) as e:
         raise RuntimeError("ep.launch: host 0 starts no further ranks.") from e
     told, before = {0: losses}, len(self._hosts)
     for index, host in [*self._hosts.items()]:
       try:
-        told[index] = losses
+        theirs = losses._asdict()
         if restart:
-          told[index] = Losses(**host.receive(dict, self._timeout_s))
+          theirs = host.receive(dict, self._timeout_s, signals)
+        told[index] = Losses(**theirs)
       except (OSError, ValueError, TypeError):
-        del told[index]
         self._hosts.pop(index).close()
     lefts = _left(told, is_host_lost=len(self._hosts) < before)
     needed, whole = self._common["min_processes"], self._common["num_processes"]
     if len(told) < self._common["num_hosts"]:
       is_enough = sum(lefts.values()) >= needed
-      self._accept_replacements(
-        _REPLACEMENT_S if is_enough else self._timeout_s
-      )
+      wait_s = _REPLACEMENT_S if is_enough else self._timeout_s
+      for number, host, wrong in self._arrivals(wait_s, signals):
+        host.send(wrong)
+        if not wrong:
+          self._hosts[number] = host
       lefts |= dict.fromkeys(self._hosts.keys() - lefts.keys(), whole)
     if sum(lefts.values()) < needed:
       lefts = dict.fromkeys(lefts, whole)
@@ -243,55 +269,47 @@ class Hosts:
     return shares[0]
 
   def _connect(self, host_id: int) -> Host:
-    """Connects to host 0, and waits for its answer."""
+    """Connects to host 0, and waits for its answer.
+
+    While ranks run, JAX's coordination service has the port, and closes the
+    connection. So this method tries again, and this host replaces another one.
+    """
     end = time.monotonic() + self._timeout_s
     while True:
-      left = end - time.monotonic()
+      left, host = max(end - time.monotonic(), 0.01), None
       try:
-        connection = socket.create_connection(self._address, max(left, 0.01))
-      except OSError as e:
+        connection = socket.create_connection(self._address, left)
+        host = Host(f"host 0 ({self._address[0]})", connection)
+        host.send({"host_id": host_id, **self._common})
+        wrong = host.receive(str, left)
+        break
+      except (OSError, ValueError) as e:
+        if host:
+          host.close()
         if left < _RETRY_S:
           raise RuntimeError(
-            f"ep.launch: host 0 did not come to {self._at}, within"
-            f" {self._timeout_s:g} s ({e.strerror or e}); start the same"
-            " command there with --host_id=0, and open the port in its"
+            f"ep.launch: the launcher of host 0 at {self._at} let this host"
+            " wait, or has ended; see what it says, and start all hosts again."
+            if host
+            else f"ep.launch: host 0 did not come to {self._at}, within"
+            f" {self._timeout_s:g} s ({getattr(e, 'strerror', '') or e}); start"
+            " the same command there with --host_id=0, and open the port in its"
             " firewall."
           ) from e
-        time.sleep(_RETRY_S)
-        continue
-      host = Host(f"host 0 ({self._address[0]})", connection)
-      host.send({"host_id": host_id, **self._common})
-      try:
-        wrong = host.receive(str, max(left, 0.01))
-      except (OSError, ValueError):
-        wrong = (
-          f"the launcher of host 0 at {self._at} let this host wait, or has"
-          " ended; see what it says, and start all hosts again."
-        )
-        # While ranks run, JAX's coordination service has the port. It closes
-        # the connection, and this host replaces another one later.
-        if left > _RETRY_S:
-          host.close()
-          time.sleep(_RETRY_S)
-          continue
-      self._stack.enter_context(contextlib.closing(host))
-      if wrong:
-        raise RuntimeError(f"ep.launch: {wrong}")
-      return host
+      time.sleep(_RETRY_S)
+    self._stack.enter_context(contextlib.closing(host))
+    if wrong:
+      raise RuntimeError(f"ep.launch: {wrong}")
+    return host
 
   def _accept_all(self) -> None:
     """Waits until all other hosts have connected to host 0."""
     wrong = ""
     for number, host, wrong in self._arrivals(self._timeout_s):
-      if number in self._hosts:
-        wrong = (
-          f"{self._hosts[number].name} and {host.name} were both started with"
-          f" --host_id={number}; each host needs another number."
-        )
-        host.send(wrong)
-      self._hosts.setdefault(number, host)
       if wrong:
+        host.send(wrong)
         break
+      self._hosts[number] = host
     late = {*range(1, self._common["num_hosts"])} - self._hosts.keys()
     if late and not wrong:
       wrong = (
@@ -305,19 +323,12 @@ class Hosts:
     if wrong:
       raise RuntimeError(f"ep.launch: {wrong}")
 
-  def _accept_replacements(self, timeout_s: float) -> None:
-    """Accepts hosts that are missing, and refuses others."""
-    for number, host, wrong in self._arrivals(timeout_s):
-      if number in self._hosts:
-        wrong = f"a host with --host_id={number} already runs ranks."
-      host.send(wrong)
-      if not wrong:
-        self._hosts[number] = host
-
-  def _arrivals(self, timeout_s: float) -> Iterator[tuple[int, Host, str]]:
+  def _arrivals(
+    self, timeout_s: float, signals: Sequence[int] = ()
+  ) -> Iterator[tuple[int, Host, str]]:
     """Yields each host that connects: its index, and an error if it differs.
 
-    Ends when no host is missing, or after the timeout.
+    Ends when no host is missing, after the timeout, or after a signal.
     """
     end = time.monotonic() + timeout_s
     try:
@@ -328,29 +339,49 @@ class Hosts:
         " coordinator is an address of the host whose --host_id is 0, with a"
         " free port."
       ) from e
-    with server:
-      while len(self._hosts) < self._common["num_hosts"] - 1:
-        server.settimeout(max(end - time.monotonic(), 0.001))
-        try:
-          connection, (ip, *_) = server.accept()
-        except TimeoutError:
+    strangers: list[Host] = []
+    try:
+      while len(self._hosts) < self._common["num_hosts"] - 1 and not signals:
+        if (left := end - time.monotonic()) <= 0:
           return
-        host = Host(f"host {ip}", connection)
-        self._stack.enter_context(contextlib.closing(host))
-        try:
-          theirs = host.receive(dict, _HELLO_S)
-          number = int(theirs.pop("host_id"))
-        except (OSError, ValueError, KeyError, TypeError):
-          continue  # the sender is no launcher
-        host.name = f"host {number} ({ip})"
-        yield number, host, self._difference(number, theirs)
+        sources: list[Any] = [server, *strangers]
+        ready = select.select(sources, [], [], min(left, _RETRY_S))[0]
+        if server in ready:
+          connection, (ip, *_) = server.accept()
+          strangers.append(Host(ip, connection))
+          if len(strangers) > _STRANGERS:
+            strangers.pop(0).close()
+        for host in [host for host in strangers if host in ready]:
+          strangers.remove(host)
+          try:
+            theirs = host.receive(dict, _MESSAGE_S)
+            number = theirs.pop("host_id")
+            if number not in range(1, self._common["num_hosts"]):
+              raise ValueError("there is no such host")
+          except (OSError, ValueError, KeyError):
+            host.close()  # the sender is no launcher
+            continue
+          self._stack.enter_context(contextlib.closing(host))
+          host.name = f"host {number} ({host.name})"
+          yield number, host, self._difference(number, host, theirs)
+    finally:
+      server.close()
+      for host in strangers:
+        host.close()
 
-  def _difference(self, number: int, theirs: Mapping[str, int]) -> str:
+  def _difference(
+    self, number: int, host: Host, theirs: Mapping[str, Any]
+  ) -> str:
     """Describes the first argument in which a host differs from host 0."""
+    if number in self._hosts:
+      return (
+        f"{self._hosts[number].name} and {host.name} were both started with"
+        f" --host_id={number}; each host needs another number."
+      )
     for name, value in self._common.items():
       if theirs.get(name) != value:
         return (
-          f"host {number} was started with --{name}={theirs.get(name)}, but"
+          f"host {number} was started with --{name}={theirs.get(name)!r}, but"
           f" host 0 with --{name}={value}; run the same command on every host,"
           " with another --host_id."
         )

@@ -86,7 +86,8 @@ def launch(
   `grace_s` to end.
 
   On Linux no rank outlives this call, even if SIGKILL ends the launcher. When a
-  rank ends, the launcher kills the remaining processes of its process group.
+  rank ends, the launcher kills the remaining processes of its process group; no
+  one does so after SIGKILL.
 
   Args:
     argv: the arguments of `python`: ["train.py", "--steps=10"] or
@@ -121,17 +122,17 @@ def launch(
 
   Returns:
     0 if every rank succeeded. Otherwise, of the last attempt, the exit code of
-    the first failed rank,
-    or 128 + n if signal n killed it; 128 + n if this process got signal n; 124
-    after a timeout; 1 if only some of the ranks joined.
+    the first failed rank, or 128 + n if signal n killed it; 128 + n if this
+    process got signal n; 124 after a timeout; 1 if only some of the ranks
+    joined.
 
   Raises:
     ValueError: there are fewer GPUs than the ranks need, a number is out of
       range or too large for this host, the logs cannot be written, or
       `coordinator` is not an address.
     RuntimeError: on every connected host, if another host has not connected in
-      time, has the same index, or differs in the numbers of hosts, processes or
-      devices.
+      time, has the same index, or differs in the numbers of hosts, processes,
+      devices, ranks per GPU or restarts.
     TypeError: a number has a wrong type.
   """
   common = dict(
@@ -143,9 +144,13 @@ def launch(
   for name, value in common.items():
     if arguments.integer("ep.launch", name, value) < 1:
       raise ValueError(f"ep.launch: {name} = {value}, but it must be positive.")
+  times = dict(join_timeout_s=join_timeout_s)
   if timeout_s is not None:
-    arguments.seconds("ep.launch", "timeout_s", timeout_s)
-  arguments.seconds("ep.launch", "join_timeout_s", join_timeout_s)
+    times["timeout_s"] = timeout_s
+  if grace_s:
+    times["grace_s"] = grace_s
+  for name, seconds in times.items():
+    arguments.seconds("ep.launch", name, seconds)
   if not 0 <= arguments.integer("ep.launch", "host_id", host_id) < num_hosts:
     raise ValueError(
       f"ep.launch: host_id = {host_id}, but the hosts are 0..{num_hosts - 1}."
@@ -182,15 +187,15 @@ def launch(
     env = attempts.KEEP_MEMORY | env
   outputs = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
   keep_logs = bool(log_dir or outputs)
-  logs = pathlib.Path(log_dir or tempfile.mkdtemp("", "ranks_", outputs))
   with contextlib.ExitStack() as stack:
     try:
+      logs = pathlib.Path(log_dir or tempfile.mkdtemp("", "ranks_", outputs))
       logs.mkdir(parents=True, exist_ok=True)
       folder = tempfile.TemporaryDirectory(prefix="states_", dir=logs)
     except OSError as e:
       raise ValueError(
-        f"ep.launch: log_dir = {str(logs)!r}, but no file can be written there"
-        f" ({e.strerror}); pass another folder."
+        f"ep.launch: log_dir = {str(log_dir or outputs)!r}, but no file can be"
+        f" written there ({e.strerror}); pass another folder."
       ) from e
     states = pathlib.Path(stack.enter_context(folder))
     if num_hosts == 1:

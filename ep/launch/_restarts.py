@@ -33,7 +33,7 @@ class Restarts:
   _joined_at: float = math.inf
   _failure: str = ""
   _failed_at: float = math.nan
-  _failures: int = 0  # attempts in a row that were not healthy
+  _wait_s: float = 0.0  # of the last restart
 
   @property
   def refusal(self) -> str:
@@ -59,10 +59,10 @@ class Restarts:
   def begin(self, outcome: supervision.Outcome, signals: Sequence[int]) -> None:
     """Waits until the next attempt may begin, or a signal has come."""
     self._failure, self._failed_at = outcome.failure, outcome.failed_at
-    is_healthy = time.monotonic() - self._joined_at > _HEALTHY_S
-    self._failures = 0 if is_healthy else self._failures + 1
-    wait_s = min(2.0 ** (self._failures - 1), _LONGEST_WAIT_S)
-    end = time.monotonic() + (wait_s if self._failures else 0.0)
+    is_healthy = self._failed_at - self._joined_at > _HEALTHY_S
+    self._wait_s = 0.0 if is_healthy else self._wait_s * 2 or 1.0
+    self._wait_s = min(self._wait_s, _LONGEST_WAIT_S)
+    end = time.monotonic() + self._wait_s
     while not signals and (left := end - time.monotonic()) > 0:
       time.sleep(min(left, _POLL_S))
     self._begun_at.append(time.monotonic())
@@ -76,7 +76,7 @@ def run(job: attempts.Job, num_processes: int, restarts: Restarts) -> int:
     RuntimeError: host 0 has no ranks for this host.
   """
   places = [*range(num_processes)]
-  share = job.team.divide(0, hosts.Losses(num_processes))
+  share = job.team.divide(0, hosts.Losses(num_processes), job.signals)
   while True:
     step = job.memory.step() if job.memory else None
     outcome = job.attempt(
@@ -92,8 +92,10 @@ def run(job: attempts.Job, num_processes: int, restarts: Restarts) -> int:
     lost = len(places) - len(left)
     losses = hosts.Losses(len(places), lost, outcome.is_sure)
     try:
-      share = job.team.divide(share.restart + 1, losses)
+      share = job.team.divide(share.restart + 1, losses, job.signals)
     except RuntimeError as e:
+      if job.signals:
+        return supervision.end_by(job.signals).code
       supervision.say(f"{e}\n")
       return outcome.code
     choices = left, places, [*range(num_processes)]

@@ -15,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import NamedTuple, TextIO
 
@@ -33,6 +34,10 @@ if os.getppid() == int(launcher):  # the launcher is still alive
 _POLL_S = 0.05
 _KILL_AFTER_S = 3.0  # time for a rank to dump its stacks, until it is killed
 _TAIL_LINES = 40
+_TAIL_BYTES = 1 << 20  # of a log, in which the cause of a failure is sought
+_LINE = 1000  # characters of a line that are printed
+_CHUNK = 1 << 20  # bytes of a log that are copied at a time
+_LAST_COPY_S = 5.0  # time to copy the rest of a log, at the end
 _TIMED_OUT = 124  # the exit code of timeout(1)
 
 # _FRAME matches the lines of a traceback above the exception, _FATAL the last
@@ -94,7 +99,10 @@ class Process:
     self.running()
 
   def last_lines(self, count: int) -> list[str]:
-    return self.log.read_text(errors="replace").splitlines()[-count:]
+    with self.log.open("rb") as file:
+      file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+      text = file.read().decode(errors="replace")
+    return [line[:_LINE] for line in text.splitlines()[-count:]]
 
   def told(self, state: str) -> bool:
     """Returns whether the process has written a state."""
@@ -108,7 +116,7 @@ class Process:
   @property
   def cause(self) -> str:
     """The line of the log that explains the failure of the process, or ""."""
-    lines = self.log.read_text(errors="replace").splitlines()
+    lines = self.last_lines(_TAIL_BYTES)
     if fatal := [line for line in lines if _FATAL.match(line)]:
       return fatal[-1]
     tail = lines[-_TAIL_LINES:]
@@ -161,7 +169,7 @@ def watch(
   ended: list[Process | hosts.Host] = []
   failed: list[Process | hosts.Host] = []
   outside = {*ranks}  # ranks that have not joined
-  with _Follower(ranks[0].log) as terminal:
+  with _Follower(ranks[0].log):
 
     def wait(limit: float, condition: Callable[[], object] = bool) -> None:
       """Waits until no rank runs, `limit` has passed, or `condition` holds."""
@@ -169,7 +177,6 @@ def watch(
         ended.extend(p for p in watched if p not in ended and not p.running())
         failed.extend(p for p in ended if p not in failed and has_failed(p))
         failed.sort(key=lambda p: p.ended_at)
-        terminal.copy()
         arrived = {rank for rank in outside if rank.told("joined")}
         outside.difference_update(arrived)
         if arrived and not outside:
@@ -216,8 +223,7 @@ def watch(
     wait(_in(_KILL_AFTER_S))
 
   if signals:
-    say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
-    return Outcome(128 + signals[0])
+    return end_by(signals)
   if causes:
     first, *rest = causes
     _report(first, first.end, shown=first is ranks[0])
@@ -236,6 +242,12 @@ def watch(
       process, "was still running at the timeout", shown=process is ranks[0]
     )
   return Outcome(_TIMED_OUT if late else 0)
+
+
+def end_by(signals: Sequence[int]) -> Outcome:
+  """Reports a signal that ended the job, and returns the outcome."""
+  say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
+  return Outcome(128 + signals[0])
 
 
 def _lost(
@@ -319,17 +331,29 @@ def write(stream: TextIO | None, text: str) -> bool:
 
 
 class _Follower:
-  """Copies new bytes of a file to stdout, like `tail -f`."""
+  """A thread that copies new bytes of a file to stdout, like `tail -f`.
+
+  Only this thread waits if a reader of stdout has stopped reading.
+  """
 
   def __init__(self, path: pathlib.Path):
-    self._file = path.open("rb")
-    self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    self._path = path
+    self._is_over = threading.Event()
+    self._thread = threading.Thread(target=self._run, daemon=True)
 
-  def __enter__(self) -> _Follower:
-    return self
+  def __enter__(self) -> None:
+    self._thread.start()
 
   def __exit__(self, *exc_info: object) -> None:
-    self._file.close()
+    self._is_over.set()
+    self._thread.join(_LAST_COPY_S)
 
-  def copy(self) -> None:
-    write(sys.stdout, self._decode(self._file.read()))
+  def _run(self) -> None:
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    is_last = False
+    with self._path.open("rb") as file:
+      while not is_last:
+        is_last = self._is_over.wait(_POLL_S)
+        size = os.fstat(file.fileno()).st_size  # a process may still write
+        while file.tell() < size and (data := file.read(_CHUNK)):
+          write(sys.stdout, decode(data))

@@ -2,8 +2,9 @@
 """A job runs on two hosts, whose launchers start together and exit together."""
 
 from concurrent import futures
+import contextlib
+import math
 import socket
-import sys
 import time
 
 from hosts import two_hosts
@@ -40,7 +41,6 @@ class Job:
   def __init__(self, folder):
     program = folder / "program.py"
     program.write_text(_PROGRAM)
-    env = programs.environment(EP_TEST_BACKEND="xla")
     with two_hosts() as hosts:
       self.logs = [folder / str(host.number) for host in hosts]
       outputs = [folder / f"output_{host.number}" for host in hosts]
@@ -55,9 +55,10 @@ class Job:
           "--timeout=300",
           f"--log_dir={logs}",
         ]
-        argv = [sys.executable, "-m", "ep", "launch", *flags, str(program)]
         with output.open("wb") as file:
-          launchers.append(host.start(argv, env=env, stdout=file, stderr=file))
+          options = dict(start=host.start, stdout=file, stderr=file)
+          options["env"] = {"EP_TEST_BACKEND": "xla"}
+          launchers.append(programs.start_launcher(*flags, program, **options))
       last = self.logs[1] / "rank_1.log"
       deadline = time.monotonic() + 200
       while not (last.exists() and "stepped" in last.read_text()):
@@ -93,15 +94,25 @@ def test_a_pulled_cable_is_an_error_on_both_sides(job):
   assert job.seconds < 60
 
 
-def launch_on(*hosts, argv=("-m", "this"), **options):
+def send(port, text):
+  """Sends bytes to a launcher as soon as it listens; returns the connection."""
+  while True:
+    with contextlib.suppress(ConnectionRefusedError):
+      connection = socket.create_connection(("127.0.0.1", port))
+      with contextlib.suppress(ConnectionError):  # it dropped the connection
+        connection.sendall(text)
+      return connection
+
+
+def launch_on(*hosts, argv=("-m", "this"), strangers=(), **options):
   """Runs one launcher per dict of options in `hosts`, all on this machine.
 
-  Returns the exit code of each launcher, or its error, and the port.
+  Sends each of the `strangers` to host 0 before another host comes. Returns the
+  exit code of each launcher, or its error, and the port.
   """
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    port = s.getsockname()[1]
-  options |= dict(coordinator=f"127.0.0.1:{port}", timeout_s=60.0)
+  address = programs.free_address()
+  port = address.partition(":")[2]
+  options |= dict(coordinator=address, timeout_s=60.0)
 
   def run(own):
     try:
@@ -111,8 +122,12 @@ def launch_on(*hosts, argv=("-m", "this"), **options):
     except RuntimeError as error:
       return str(error)
 
-  with futures.ThreadPoolExecutor(len(hosts)) as pool:
-    return list(pool.map(run, hosts)), port
+  with futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+    ends = [pool.submit(run, hosts[0])]
+    for text in strangers:
+      stack.enter_context(send(port, text))
+    ends += [pool.submit(run, host) for host in hosts[1:]]
+    return [end.result() for end in ends], port
 
 
 @pytest.mark.parametrize(
@@ -136,6 +151,27 @@ def test_hosts_that_do_not_fit_say_so(tmp_path, first, second, says):
   ends, port = launch_on(first, second | {"host_id": 1}, log_dir=tmp_path)
   for end in ends:
     assert end.startswith(f"ep.launch: {says.format(port=port)}")
+
+
+def test_host_0_drops_strangers(tmp_path):
+  """Connections without a message, kept open, delay no host."""
+  strangers = [b""] * 5 + [b'{"host_id": '] * 2
+  strangers += [
+    text + b"\n"
+    for text in (
+      b"GET / HTTP/1.1\r",
+      b"[" * 4000,
+      b"[" * 200_000,
+      b'{"host_id": 1e999}',
+      b'{"host_id": 2}',
+      b'{"host_id": [1]}',
+      b'{"host_id": "\xff"}',
+    )
+  ]
+  options = dict(join_timeout_s=20.0, log_dir=tmp_path)
+  one = {"host_id": 1}
+  ends, _ = launch_on({}, one, strangers=strangers, **options)
+  assert ends == [0, 0]
 
 
 def test_two_hosts_with_one_number_say_so(tmp_path):
@@ -165,6 +201,7 @@ if os.environ["JAX_PROCESS_ID"] == "3":
 time.sleep(600)
 """
   options = dict(num_processes=2, grace_s=0.5, log_dir=tmp_path)
+  options["join_timeout_s"] = math.inf
   codes, _ = launch_on({}, {"host_id": 1}, argv=["-c", program], **options)
   assert codes == [7, 7]
   output = capsys.readouterr().out

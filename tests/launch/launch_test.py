@@ -372,6 +372,9 @@ def test_only_failures_and_bazel_keep_default_logs(tmp_path, monkeypatch):
   for _ in range(2):
     assert _launch_code("", num_processes=1) == 0
   assert len(list(tmp_path.glob("bazel/*/rank_*.log"))) == 2
+  monkeypatch.setenv("TEST_UNDECLARED_OUTPUTS_DIR", "/proc/nope")
+  with pytest.raises(ValueError, match="log_dir = '/proc/nope'"):
+    _launch_code("", num_processes=1)
 
 
 def test_a_child_of_a_rank_does_not_outlive_it(tmp_path):
@@ -460,6 +463,47 @@ def test_the_job_continues_when_stdout_is_closed(tmp_path, monkeypatch, capsys):
     writer.close()
 
 
+def test_a_reader_that_stalls_does_not_stop_the_launcher(tmp_path):
+  """The pipe is full when rank 1 fails; the launcher ends rank 0."""
+  program = """
+import os, pathlib, sys, time
+pid = pathlib.Path(sys.argv[1])
+if os.environ["JAX_PROCESS_ID"] == "0":
+  pid.with_suffix(".draft").write_text(str(os.getpid()))
+  print((1 << 20) * "x")
+  pid.with_suffix(".draft").rename(pid)
+  time.sleep(600)
+while not pid.exists():
+  time.sleep(0.1)
+time.sleep(1)
+sys.exit(3)
+"""
+  flags = ["--num_processes=2", "--grace=0.5", f"--log_dir={tmp_path}"]
+  argv = [*flags, _script(tmp_path, program), tmp_path / "pid"]
+  launcher = programs.start_launcher(*argv, stdout=subprocess.PIPE)
+  _wait_until((tmp_path / "pid").exists)
+  pid = int((tmp_path / "pid").read_text())
+  _wait_until(lambda: not _is_running(pid))
+  output = launcher.communicate()[0].decode()
+  assert launcher.returncode == 3
+  assert "ep.launch: rank 1 failed with exit code 3" in output
+
+
+def test_a_huge_log_needs_little_memory(tmp_path):
+  """The launcher cuts the line of 100 MB in its report."""
+  script = _script(tmp_path, "import os\nos.write(1, bytes(100 << 20))\n1 / 0")
+  flags = ["--num_processes=2", f"--log_dir={tmp_path}", str(script)]
+  with (tmp_path / "output").open("wb") as output:
+    launcher = programs.start_launcher(*flags, stdout=output)
+  _, status, usage = os.wait4(launcher.pid, 0)
+  launcher.returncode = os.waitstatus_to_exitcode(status)
+  assert launcher.returncode == 1
+  assert usage.ru_maxrss < 300 << 10  # KiB; JAX has half of it
+  text = (tmp_path / "output").read_bytes()[100 << 20 :].decode()
+  assert "ZeroDivisionError" in text
+  assert max(map(len, text.splitlines())) < 2000
+
+
 def test_output_that_the_terminal_cannot_encode(monkeypatch):
   """The launcher escapes characters that the terminal cannot encode."""
   program = r"import os; os.write(1, 'a caf\xe9\nand more\n'.encode())"
@@ -477,6 +521,14 @@ def test_output_that_the_terminal_cannot_encode(monkeypatch):
     (dict(devices_per_process=0), ValueError, ["devices_per_process = 0"]),
     (dict(ranks_per_gpu=0), ValueError, ["ranks_per_gpu = 0", "positive"]),
     (dict(timeout_s=0), ValueError, ["timeout_s = 0", "positive"]),
+    (dict(grace_s=float("nan")), ValueError, ["grace_s = nan", "positive"]),
+    (dict(max_restarts=-1), ValueError, ["max_restarts = -1", "at least 0"]),
+    (dict(max_restarts_per_hour=0), ValueError, ["at least 1"]),
+    (
+      dict(min_processes=3),
+      ValueError,
+      ["min_processes = 3", "at least 1 and at most 2, the number of ranks"],
+    ),
     (dict(num_hosts=2, host_id=2), ValueError, ["host_id = 2", "0..1"]),
     (dict(num_hosts=2), ValueError, ["num_hosts = 2", "no coordinator"]),
     (
@@ -518,7 +570,7 @@ def test_a_flag_starts_more_ranks_than_the_host_can_hold(monkeypatch):
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
   script = _script(tmp_path, f"import os; print(os.getpid()); {_STUCK}")
   flags = ["--num_processes=2", f"--log_dir={tmp_path}"]
-  launcher = _python(["-m", "ep", "launch", *flags, str(script)])
+  launcher = programs.start_launcher(*flags, script)
   _when_logged(tmp_path, launcher.kill).join()
   assert launcher.wait(timeout=20) == -signal.SIGKILL
   pids = [*map(int, _logs(tmp_path))]
@@ -618,9 +670,10 @@ from ep import launch
 import ep
 assert ep.launch is launch and not hasattr(ep, "lunch")
 """
-  process = _python(
-    ["-m", "ep", "launch", "--num_processes=1", _script(tmp_path, program)],
-    {"PYTHONWARNINGS": "error"},
+  process = programs.start_launcher(
+    "--num_processes=1",
+    _script(tmp_path, program),
+    env={"PYTHONWARNINGS": "error"},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
   )

@@ -3,9 +3,7 @@
 
 import contextlib
 import signal
-import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -154,10 +152,8 @@ time.sleep(600)
 """
   )
   flags = ["--num_processes=2", "--max_restarts=3", "--grace=20"]
-  argv = [sys.executable, "-m", "ep", "launch", *flags, f"--log_dir={tmp_path}"]
-  launcher = subprocess.Popen(
-    [*argv, str(program)], env=programs.environment(), text=True
-  )
+  flags += [f"--log_dir={tmp_path}"]
+  launcher = programs.start_launcher(*flags, program)
   deadline = time.monotonic() + 60
 
   def texts():
@@ -181,27 +177,16 @@ def test_restarts_after_early_failures_wait_longer_each_time(monkeypatch):
   monkeypatch.setattr(restarts.time, "monotonic", lambda: clock[0])
   monkeypatch.setattr(restarts.time, "sleep", sleep)
   monkeypatch.setattr(restarts, "_HEALTHY_S", 5.0)
-  limits = restarts.Restarts(100, None)
+  limits = restarts.Restarts(2000, None)
   waits = []
-  for worked_s in [6.0, *[1.0] * 8, 6.0]:
+  for worked_s in [6.0, *[1.0] * 1100, 6.0]:
     limits.joined(restarts.hosts.Share(0, 0, 1, 1), step=None)
     before = clock[0] = clock[0] + worked_s
-    limits.begin(restarts.supervision.Outcome(1, "rank 0 failed"), [])
-    waits.append(round(clock[0] - before, 1))
-  assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60, 0]
-
-
-@pytest.mark.parametrize(
-  "options, says",
-  [
-    (dict(max_restarts=-1), "max_restarts = -1, but it must be at least 0"),
-    (dict(max_restarts_per_hour=0), "must be at least 1"),
-    (dict(min_processes=4), "min_processes = 4, but it must be at least 1 and"),
-  ],
-)
-def test_wrong_limits_are_errors(tmp_path, options, says):
-  with pytest.raises(ValueError, match=says):
-    _launch("", tmp_path, **options)
+    clock[0] += 9.0  # until the other ranks have ended
+    outcome = restarts.supervision.Outcome(1, "rank 0 failed", before)
+    limits.begin(outcome, [])
+    waits.append(round(clock[0] - before - 9.0, 1))
+  assert waits == [0, 1, 2, 4, 8, 16, 32, *[60] * 1094, 0]
 
 
 _ON_TWO_HOSTS = """
@@ -214,48 +199,61 @@ if restart == 1:
 """
 
 
-def test_a_host_goes_and_comes_back(tmp_path):
-  """The launcher of host 1 is killed; a new one joins at the next restart."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    port = s.getsockname()[1]
-  program, go = tmp_path / "program.py", tmp_path / "go"
-  program.write_text(_RANK + _ON_TWO_HOSTS)
-  flags = ["--num_processes=2", "--num_hosts=2", "--max_restarts=5"]
-  flags += ["--min_processes=2", "--grace=1", "--timeout=100"]
-  flags += [f"--coordinator=127.0.0.1:{port}", "--join_timeout=60"]
+class Hosts:
+  """Starts launchers of two ranks each on two hosts, with logs in `folder`."""
 
-  def start(host, logs):
-    own = [f"--host_id={host}", f"--log_dir={tmp_path / logs}"]
-    argv = [sys.executable, "-m", "ep", "launch", *flags, *own]
-    return subprocess.Popen(
-      [*argv, str(program), str(go)],
-      env=programs.environment(),
-      stdout=subprocess.PIPE,
-      text=True,
+  def __init__(self, folder, code, *flags):
+    self.folder = folder
+    program = folder / "program.py"
+    program.write_text(_RANK + code)
+    self._flags = ["--num_processes=2", "--num_hosts=2", "--max_restarts=5"]
+    self._flags += ["--grace=1", "--timeout=100", *flags]
+    self._flags += [f"--coordinator={programs.free_address()}"]
+    self._program = [program, folder / "go"]
+
+  def start(self, stack, host, logs):
+    own = [f"--host_id={host}", f"--log_dir={self.folder / logs}"]
+    pipe = dict(stdout=subprocess.PIPE, text=True)
+    launcher = programs.start_launcher(
+      *self._flags, *own, *self._program, **pipe
     )
+    stack.enter_context(launcher)
+    stack.callback(launcher.kill)
+    return launcher
 
-  def wait_for(logs, restart):
+  def wait_for(self, logs, restart):
     deadline = time.monotonic() + 60
-    while len(_ranks(tmp_path / logs, restart)) < 2 or not all(
-      _ranks(tmp_path / logs, restart)
+    while len(_ranks(self.folder / logs, restart)) < 2 or not all(
+      _ranks(self.folder / logs, restart)
     ):
       assert time.monotonic() < deadline
       time.sleep(0.05)
 
+
+def test_a_signal_ends_the_wait_for_a_lost_host(tmp_path):
+  hosts = Hosts(tmp_path, "time.sleep(600)")
   with contextlib.ExitStack() as stack:
-    zero, one = (
-      stack.enter_context(start(host, f"host_{host}")) for host in range(2)
-    )
-    stack.callback(zero.kill)
-    wait_for("host_1", 0)
-    wait_for("host_0", 0)
+    zero, one = (hosts.start(stack, h, f"host_{h}") for h in range(2))
+    hosts.wait_for("host_0", 0)
     one.kill()
-    wait_for("host_0", 1)
-    new = stack.enter_context(start(1, "new"))
-    stack.callback(new.kill)
+    time.sleep(4)  # until host 0 has ended its ranks, and waits
+    zero.send_signal(signal.SIGTERM)
+    assert zero.wait(10) == 128 + signal.SIGTERM
+    assert "ep.launch: ended by SIGTERM" in zero.stdout.read()
+
+
+def test_a_host_goes_and_comes_back(tmp_path):
+  """The launcher of host 1 is killed; a new one joins at the next restart."""
+  hosts = Hosts(tmp_path, _ON_TWO_HOSTS, "--min_processes=2")
+  with contextlib.ExitStack() as stack:
+    zero, one = (hosts.start(stack, h, f"host_{h}") for h in range(2))
+    hosts.wait_for("host_1", 0)
+    hosts.wait_for("host_0", 0)
+    one.kill()
+    hosts.wait_for("host_0", 1)
+    new = hosts.start(stack, 1, "new")
     time.sleep(1)
-    go.touch()
+    (tmp_path / "go").touch()
     assert new.wait(60) == 0 and zero.wait(60) == 0
     output = zero.stdout.read()
   assert _ranks(tmp_path / "host_0", 1) == _all_of(1, 2)

@@ -23,15 +23,8 @@ CORE = [
 TOOLS = [
   {"check"},
   {"debug", "planning"},
-  {
-    "collectives",
-    "huggingface",
-    "records",
-    "snapshots",
-    "stuck",
-    "trace",
-    "watch",
-  },
+  {"collectives", "huggingface", "records", "snapshots", "trace", "watch"},
+  {"stuck"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Snapshots outlive ranks, and half or damaged ones are never restored."""
 
+from concurrent import futures
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 from hosts import two_hosts
@@ -23,7 +22,7 @@ import pytest
 
 import ep
 from ep import launch
-from ep._tools.snapshots import memory
+from ep._tools.snapshots import memory, peers, source
 import programs
 
 _CASES = {
@@ -54,10 +53,18 @@ class Launcher:
   def start(self):
     """Returns the snapshots of a new rank."""
     restart = next(self._restarts)
-    ((env, fds),) = self.memory.begin(restart, range(1), range(0))
+    ((env, fds),) = self.memory.begin(restart, 1, range(1), range(0))
     self._monkeypatch.setenv(memory.VARIABLE, env[memory.VARIABLE])
     assert json.loads(env[memory.VARIABLE])["own"] in fds
     return ep.Snapshots()
+
+  def used(self):
+    """Returns the restarts whose files have memory."""
+    return [
+      restart
+      for restart, files in self.memory._attempts.items()
+      if any(os.fstat(file.fd).st_size for file in files.values())
+    ]
 
 
 @pytest.fixture
@@ -148,18 +155,139 @@ def test_a_damaged_snapshot_is_not_restored(launcher, place):
 
 
 def test_restarts_before_the_first_snapshot_lose_nothing(launcher):
-  """Files are kept until a later attempt has two generations."""
   state = _state()
   _take(launcher.start(), 1, state)
-  launcher.start()
-  last = launcher.start()
+  for _ in range(3):
+    last = launcher.start()
+  assert [*launcher.memory._attempts] == [0, 3]
   _check(last.restore(state), 1, state)
   _take(last, 2, _later(state))
   _check(launcher.start().restore(state), 2, _later(state))
-  assert len(launcher.memory._attempts) == 4
-  _take(last, 3, state)
+
+
+def test_restarts_need_no_more_memory_each_time(launcher):
+  """Two attempts have memory; one, when all ranks have a new snapshot."""
+  state = _state()
+  for restart in range(4):
+    snapshots = launcher.start()
+    snapshots.restore(state)
+    _take(snapshots, restart, state)
+    assert launcher.used() == [*range(max(restart - 1, 0), restart + 1)]
+  _take(snapshots, 4, state)
+  assert launcher.used() == [3]
+
+
+def test_steps_are_integers_that_grow(launcher):
+  snapshots, state = launcher.start(), _state()
+  for step in jnp.int32(1), np.int64(2), 3:
+    _take(snapshots, step, state)
+  for step in 3, 2:
+    with pytest.raises(ValueError, match=f"step = {step} after step 3, but"):
+      snapshots.take(step, state)
+  with pytest.raises(TypeError):
+    snapshots.take(4.0, state)
+  _check(launcher.start().restore(state), 3, state)
+
+
+def test_threads_take_snapshots_one_after_another(launcher, monkeypatch):
+  snapshots, state = launcher.start(), _state()
+  writing, most = [], []
+  write = memory.File.write
+
+  def count(*args):
+    writing.append(1)
+    most.append(len(writing))
+    time.sleep(0.1)
+    write(*args)
+    writing.pop()
+
+  def take(step):
+    with contextlib.suppress(ValueError):  # another thread was faster
+      snapshots.take(step, state)
+
+  monkeypatch.setattr(memory.File, "write", count)
+  snapshots.take(0, state)
+  with futures.ThreadPoolExecutor(4) as pool:
+    list(pool.map(take, range(1, 5)))
+  snapshots.wait()
+  assert max(most) == 1
+
+
+def test_a_rank_that_is_alone_cannot_take_snapshots(launcher, monkeypatch):
+  """Without `ep.launch.initialize`, each rank would restore its own arrays."""
+  env, _ = launcher.memory.begin(0, 2, range(2), range(0))[0]
+  monkeypatch.setenv(memory.VARIABLE, env[memory.VARIABLE])
+  with pytest.raises(RuntimeError, match=r"1 of 2 ranks.*initialize\(\)"):
+    ep.Snapshots()
+
+
+def test_a_program_that_a_rank_starts_writes_to_no_other_file(
+  launcher, tmp_path
+):
+  """The program has the rank's variable, but another file of this number."""
   launcher.start()
-  assert len(launcher.memory._attempts) == 3
+  fd = memory.inherited().own.fd
+  with (tmp_path / "file").open("w+b") as other:
+    kept = os.dup(fd)
+    os.dup2(other.fileno(), fd)
+    snapshots = ep.Snapshots()
+    _take(snapshots, 1, _state())
+    os.dup2(kept, fd)
+    os.close(kept)
+    assert os.fstat(other.fileno()).st_size == 0
+  assert snapshots.restore(_state()) is None
+
+
+def test_ranks_with_different_numbers_in_one_place_are_an_error(launcher):
+  state, parts = _state(), []
+  for step, own in enumerate([state, state, _later(state)]):
+    _take(launcher.start(), step, own)
+    file = memory.inherited().own
+    parts.append((file.generations()[0], file, 2))
+  found = source.Source(1, parts[:2])
+  np.testing.assert_array_equal(found.array("['int32']", state["int32"]), 7)
+  with pytest.raises(ValueError, match=r"different numbers in \['"):
+    source.Source(1, parts[1:])
+
+
+def test_too_little_memory_is_an_error(launcher, monkeypatch):
+  """Linux would kill a process that allocates more than there is."""
+  snapshots = launcher.start()
+  assert 1 << 20 < memory._available() < 1 << 50
+  monkeypatch.setattr(memory, "_available", lambda: 1 << 12)
+  with pytest.raises(OSError, match="need 0 MiB of memory, but 0 MiB are"):
+    _take(snapshots, 1, _state())
+
+
+def test_longer_checksums_fit_into_the_memory(launcher):
+  launcher.start()
+  file = memory.inherited().own
+  for step, checksum in (1, 7), (2, 2**32 - 1), (3, 2**32 - 1):
+    chunk = ["x", "float32", [], [], [], 4, checksum]
+    file.write(step, {"chunks": [chunk] * 6000}, [])
+  assert [each.step for each in file.generations()] == [3, 2]
+
+
+def test_only_the_job_gets_an_answer(launcher):
+  _take(launcher.start(), 1, _state())
+  launcher.start()
+  server = peers.Server("127.0.0.1", "secret", memory.inherited())
+  request = b'{"get": [0, 0], "position": 0, "size": 8}\n'
+  try:
+    for token, answer in (
+      (b"secret\n", b'""\nep_snap1'),
+      (b"secret", b""),
+      (b"secres\n", b""),
+      (b"\xff\n", b""),
+    ):
+      with socket.create_connection(server.address) as connection:
+        connection.sendall(token + request)
+        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+          assert connection.makefile("rb").read() == answer
+  finally:
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -214,14 +342,10 @@ def test_without_a_launcher_nothing_is_kept(monkeypatch):
   assert snapshots.restore({}) is None
 
 
-def test_the_memory_is_private_and_sealed(launcher):
+def test_the_memory_is_private(launcher):
   _take(launcher.start(), 1, _state())
   file = memory.inherited().own
   assert os.fstat(file.fd).st_mode & 0o777 == 0o600
-  seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-  assert fcntl.fcntl(file.fd, fcntl.F_GET_SEALS) == seals
-  with pytest.raises(PermissionError):
-    os.ftruncate(file.fd, 0)
 
 
 _PROGRAM = """
@@ -295,16 +419,13 @@ def _start(folder, killed, host, address, start=subprocess.Popen):
   flags += ["--min_processes=1", "--grace=5", "--timeout=200"]
   flags += [f"--coordinator={address}", f"--host_id={host}"]
   flags += [f"--log_dir={folder / str(host)}"]
-  argv = [sys.executable, "-m", "ep", "launch", *flags, str(program)]
-  env = programs.environment()
-  return start(argv, env=env, stdout=subprocess.PIPE, text=True)
+  options = dict(start=start, stdout=subprocess.PIPE, text=True)
+  return programs.start_launcher(*flags, program, **options)
 
 
 def test_a_host_goes_on_from_copies(tmp_path):
   """Host 0 loses a rank, and then host 1, whose launcher is killed."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
+  address = programs.free_address()
   killed = "KILLED = [(os.getpid, 0, 11, 1), (os.getppid, 1, 22, 2)]"
   launchers = [_start(tmp_path, killed, host, address) for host in range(2)]
   output, _ = launchers[0].communicate()

@@ -118,6 +118,13 @@ def test_bad_bytes_are_a_sentence(name):
   )
 
 
+def test_a_pipe_is_no_record(tmp_path):
+  """An open of a pipe without a writer would block."""
+  os.mkfifo(tmp_path / "pipe")
+  with pytest.raises(OSError):
+    stuck._read_text(tmp_path / "pipe")
+
+
 def test_what_is_printed_does_not_control_a_terminal():
   text = memory(record(group="\x1b[2J\n", others=[], job="bell\a"))
   (process,) = processes_with(text)

@@ -63,6 +63,7 @@ def test_a_driver_that_hangs_or_fails_says_so(host, monkeypatch):
   for body, says in (
     ("exec sleep 60", "does not answer"),
     ("echo no driver; exit 9", "nvidia-smi fails: no driver"),
+    (r"printf '\377 no UTF-8'; exit 9", "nvidia-smi fails: \ufffd no UTF-8"),
   ):
     smi.write_text(f"#!/bin/sh\n{body}\n")
     smi.chmod(0o755)

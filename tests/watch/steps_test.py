@@ -19,6 +19,8 @@ import conftest  # makes this process a rank
 import ep
 from ep._src.base import compat
 from ep._src.group import liveness
+from ep._tools.watch import devices
+import programs
 
 
 def wait_until(holds):
@@ -110,6 +112,71 @@ def test_donated_results_and_failed_programs_count(capsys):
       pass
     assert steps.raised == ""
   assert "stands still" not in capsys.readouterr().err
+
+
+def test_a_step_inside_another_ends_with_it():
+  with ep.watch() as watch:
+    steps = watch._steps
+    for begun in 2, 4:
+      with ep.watch.step("outer") as outer:
+        with ep.watch.step("inner") as inner:
+          inner(jnp.zeros(1))
+        steps.poll()
+        assert (steps.begun, steps.finished) == (begun, begun - 2)
+        outer(jnp.zeros(1))
+      wait_until(lambda begun=begun: steps.finished == begun)
+      assert steps.launched == begun
+
+
+def test_a_store_that_is_gone_delays_no_step(monkeypatch):
+  is_over = threading.Event()
+  client = types.SimpleNamespace(
+    key_value_set=lambda *args, **kwargs: is_over.wait(60)
+  )
+  monkeypatch.setattr(compat, "distributed_client", lambda: client)
+  begin = time.monotonic()
+  with ep.watch():
+    pass
+  assert time.monotonic() - begin < 30
+  is_over.set()
+
+
+def test_a_driver_that_hangs_delays_no_report(monkeypatch, capsys):
+  is_over = threading.Event()
+  monkeypatch.setattr(devices, "errors", lambda since: is_over.wait(60))
+  text = ""
+  with ep.watch(stall_s=0.5):
+    while "driver does not answer" not in text:
+      text += capsys.readouterr().err
+      time.sleep(0.1)
+  is_over.set()
+
+
+_BLOCKED = """
+import os, sys, time
+import ep
+with ep.watch(stall_s=0.5, exit_after_s=0.5):
+  with ep.watch.step():
+    sys.stdout.write("buffered")
+    print("ready", file=sys.stderr, flush=True)
+    if "full" in sys.argv:
+      while True:
+        sys.stdout.write(1000 * "x")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("pipe", ["full", "broken"])
+def test_a_process_ends_although_it_cannot_print(pipe):
+  """Nobody reads the pipe, so that the step stands still; or it is closed."""
+  options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+  argv = [sys.executable, "-c", _BLOCKED, pipe]
+  child = subprocess.Popen(argv, env=programs.environment(), **options)
+  with child.stdout as reader:
+    assert reader.readline().endswith(b"ready\n")
+    if pipe == "broken":
+      reader.close()
+    assert child.wait(60) == 70
 
 
 def test_a_process_has_one_watch():

@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 import time
 
 import hosts
@@ -33,7 +32,6 @@ class Job:
     self.launchers = []
     count = max(len(machines), 1)
     backend = "xla" if machines else "host"
-    env = programs.environment(EP_TEST_BACKEND=backend)
     for host in range(count):
       logs = folder / f"logs_{host}"
       self.logs += [
@@ -44,11 +42,12 @@ class Job:
       if machines:
         flags += [f"--num_hosts={count}", f"--host_id={host}"]
         flags += [f"--coordinator={address}:1234"]
-      program = [str(_PROGRAM), str(folder), *_CAUSES]
-      argv = [sys.executable, "-m", "ep", "launch", *flags, *program]
-      start = machines[host].start if machines else subprocess.Popen
+      options = dict(env={"EP_TEST_BACKEND": backend})
+      options["start"] = machines[host].start if machines else subprocess.Popen
       with (folder / f"output_{host}").open("wb") as file:
-        self.launchers.append(start(argv, env=env, stdout=file, stderr=file))
+        options |= dict(stdout=file, stderr=file)
+        argv = [*flags, _PROGRAM, folder, *_CAUSES]
+        self.launchers.append(programs.start_launcher(*argv, **options))
 
   def read(self, process, *patterns):
     """Waits until the new part of a log matches all patterns; returns it."""
@@ -109,26 +108,25 @@ def test_a_sleeping_process_is_named(job):
   job.go_on("sleeping")
 
 
-def test_a_process_that_waits_in_an_op_is_named(job):
-  last = r"has not begun step 2;.* in exchanging"
+@pytest.mark.parametrize(
+  "cause, what",
+  [
+    ("exchanging", "has not begun step 2;.* in exchanging"),
+    (
+      "evaluating",
+      r'(began|launched) step 2 \("evaluate"\), .*evaluating',
+    ),
+    (
+      "raising",
+      r"raised KeyError: 'shard 7' in step 2 \(\"train\"\).* in raising",
+    ),
+  ],
+)
+def test_a_process_that_does_something_else_is_named(job, cause, what):
+  """It waits in an op or in another program, or its step raised an error."""
   for index in range(2):
-    job.read(index, process(job, 1) + last, waits(job))
-  job.go_on("exchanging")
-
-
-def test_a_process_in_another_program_is_named(job):
-  there = r'(began|launched) step 2 \("evaluate"\), '
-  patterns = [process(job, 1) + there + ".*evaluating", waits(job)]
-  for index in range(2):
-    job.read(index, *patterns)
-  job.go_on("evaluating")
-
-
-def test_a_process_that_raised_is_named(job):
-  raised = r"raised KeyError: 'shard 7' in step 2 \(\"train\"\).* in raising"
-  for index in range(2):
-    job.read(index, process(job, 1) + raised, waits(job))
-  job.go_on("raising")
+    job.read(index, process(job, 1) + what, waits(job))
+  job.go_on(cause)
 
 
 def test_a_stopped_process_is_named(job):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterable
+import contextlib
 import os
 import sys
 import threading
@@ -94,6 +95,8 @@ def exit_code() -> int:
 
 def exit_now(code: int) -> NoReturn:
   """Terminates this process without running further exit handlers."""
-  sys.stdout.flush()
-  sys.stderr.flush()
+  for stream in sys.stdout, sys.stderr:
+    # There is no stream, its reader has gone, or the program has closed it.
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+      stream.flush()
   os._exit(code)

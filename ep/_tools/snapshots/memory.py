@@ -11,26 +11,28 @@ before it, the last host being before the first. The layout of a file is:
 A generation is an index, in JSON, and the bytes of arrays. An entry gives the
 step, the place, the sizes and the checksum of the index. A rank erases the
 entry before it writes a generation, and writes the entry last, so half a
-snapshot has no entry. The size of a file is sealed when the first snapshot is
-taken: no process can then make a reader fault.
+snapshot has no entry.
 
-A rank may begin a snapshot when all ranks have finished the one before. So if a
-file has two entries, all ranks have the older one of these steps.
+A rank may begin a snapshot when all ranks have finished the one before. When
+all ranks know that they need no file of an attempt any more, they empty it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import fcntl
+import errno
 import json
 import mmap
 import os
+import pathlib
+import re
 import struct
 from typing import Any, NamedTuple
 import zlib
 
 VARIABLE = "EP_LAUNCH_SNAPSHOTS"
+_NAME = "ep_snapshot"  # of the files
 
 _ENTRY = struct.Struct("=8sqqqqII")  # see Generation; the last is a checksum
 _MAGIC = b"ep_snap1"
@@ -60,13 +62,12 @@ class File:
 
   def generations(self) -> list[Generation]:
     """Returns the complete generations, the newest first."""
-    found, size = [], os.fstat(self.fd).st_size
+    found = []
     for at in range(2):
       entry = os.pread(self.fd, _ENTRY.size, at * _ENTRY.size)
       if len(entry) == _ENTRY.size and entry.startswith(_MAGIC):
         generation = Generation(*_ENTRY.unpack(entry)[1:-1])
-        is_inside = 0 < generation.begin <= size - generation.size
-        if is_inside and entry == generation.pack():
+        if entry == generation.pack():
           found.append(generation)
     return sorted(found, key=lambda each: -each.step)
 
@@ -92,7 +93,7 @@ class File:
     """Writes a generation over the older one.
 
     Args:
-      index: JSON; its size must not grow by more than a page from the first.
+      index: JSON, at most twice as large as the first one.
       arrays: the same sizes each time.
     """
     text = json.dumps(index).encode()
@@ -100,7 +101,7 @@ class File:
     have = self.generations()
     at = 0
     if os.fstat(self.fd).st_size == 0:
-      pages = 2 + (len(text) + payload) // _PAGE
+      pages = 1 + (2 * len(text) + payload) // _PAGE
       self._reserve(_PAGE + 2 * pages * _PAGE)
     capacity = (os.fstat(self.fd).st_size - _PAGE) // 2
     if len(text) + payload > capacity:
@@ -118,10 +119,25 @@ class File:
     done = Generation(step, begin, len(text), position - begin, checksum)
     os.pwrite(self.fd, done.pack(), at * _ENTRY.size)
 
+  def empty(self) -> None:
+    os.ftruncate(self.fd, 0)
+
   def _reserve(self, size: int) -> None:
-    os.posix_fallocate(self.fd, 0, size)  # fails now rather than by SIGBUS
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+    """Allocates memory; Linux would kill a process if there is not enough."""
+    if size > (available := _available()):
+      raise OSError(
+        errno.ENOMEM,
+        f"ep.Snapshots: two generations of a rank's state need {size >> 20} MiB"
+        f" of memory, but {available >> 20} MiB are available",
+      )
+    os.posix_fallocate(self.fd, 0, size)
+
+
+def _available() -> int:
+  """Returns the memory of this host that programs may allocate, in bytes."""
+  text = pathlib.Path("/proc/meminfo").read_text()
+  match = re.search(r"^MemAvailable: *(\d+) kB$", text, re.MULTILINE)
+  return int(match[1]) << 10 if match else 1 << 63
 
 
 def _pwrite_all(fd: int, data: memoryview, position: int) -> int:
@@ -137,25 +153,25 @@ class Memory:
   def __init__(self) -> None:
     self._attempts: dict[int, dict[int, File]] = {}  # by restart and rank
 
-  def begin(self, restart: int, own: range, copied: range) -> list[Passed]:
+  def begin(
+    self, restart: int, ranks: int, own: range, copied: range
+  ) -> list[Passed]:
     """Makes files for an attempt; returns what each rank of this host gets.
 
     Args:
       restart: the number of restarts so far.
+      ranks: the number of ranks.
       own: the ranks of this host.
       copied: the ranks of another host, of which this host keeps copies.
     """
-    for earlier in sorted(self._attempts, reverse=True):
-      files = self._attempts[earlier].values()
-      if any(len(file.generations()) == 2 for file in files):
-        self._close(earlier)  # no restart needs the attempts before
-        break
+    for earlier, files in [*self._attempts.items()]:
+      if not any(file.generations() for file in files.values()):
+        self._close(earlier)
     old = [
       (earlier, [(rank, file.fd) for rank, file in files.items()])
       for earlier, files in self._attempts.items()
     ]
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    new = {r: os.memfd_create("ep_snapshot", flags) for r in (*own, *copied)}
+    new = {r: os.memfd_create(_NAME) for r in (*own, *copied)}
     for fd in new.values():
       os.fchmod(fd, 0o600)
     self._attempts[restart] = {r: File(fd) for r, fd in new.items()}
@@ -163,6 +179,7 @@ class Memory:
     for place, rank in enumerate(own):
       copies = [(r, new[r]) for r in copied[place :: len(own)]]
       fields = {
+        "ranks": ranks,
         "own": new[rank],
         "copies": copies,
         "old": old,
@@ -185,12 +202,12 @@ class Memory:
     return None
 
   def close(self) -> None:
-    self._close(max(self._attempts, default=0) + 1)
+    for restart in [*self._attempts]:
+      self._close(restart)
 
-  def _close(self, before: int) -> None:
-    for restart in [each for each in self._attempts if each < before]:
-      for file in self._attempts.pop(restart).values():
-        os.close(file.fd)
+  def _close(self, restart: int) -> None:
+    for file in self._attempts.pop(restart).values():
+      os.close(file.fd)
 
 
 class Passed(NamedTuple):
@@ -204,6 +221,7 @@ class Passed(NamedTuple):
 class Inherited:
   """The files that a rank has inherited."""
 
+  ranks: int  # of all hosts
   own: File
   copies: Mapping[int, File]  # for ranks of another host
   old: Mapping[int, Mapping[int, File]]  # by restart and rank
@@ -216,6 +234,12 @@ def inherited() -> Inherited | None:
   if not (text := os.environ.get(VARIABLE)):
     return None
   fields = json.loads(text)
+  try:
+    name = os.readlink(f"/proc/self/fd/{fields['own']}")
+  except OSError:
+    name = ""
+  if name != f"/memfd:{_NAME} (deleted)":
+    return None  # a program that a rank has started inherits only the variable
 
   def files(pairs: Sequence[tuple[int, int]]) -> Mapping[int, File]:
     return {rank: File(fd) for rank, fd in pairs}

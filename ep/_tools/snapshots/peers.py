@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves snapshots between ranks of different hosts, over TCP.
 
-Each rank has a server. A connection carries one request, a line of JSON with
-the token of the job, and one answer, a line of JSON that gives an error or "":
+Each rank has a server. A connection carries a line with the token of the job,
+one request, a line of JSON, and one answer, a line of JSON with an error or "":
 
     {"put": rank, "step": s, "index": i, "sizes": [...]}, bytes   ->  ""
     {"get": [restart, rank], "position": p, "size": n}   ->  "", bytes
@@ -13,6 +13,7 @@ The ranks find the token and the addresses in the job's key-value store.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import hmac
 import json
 import socket
@@ -47,14 +48,14 @@ class _Handler(socketserver.StreamRequestHandler):
   server: Server
 
   def handle(self) -> None:
+    token = self.server.token.encode() + b"\n"
+    with contextlib.suppress(OSError):
+      if hmac.compare_digest(self.rfile.readline(len(token)), token):
+        self._answer()
+
+  def _answer(self) -> None:
     try:
       request = json.loads(self.rfile.readline(_LINE))
-      token = str(request.pop("token")).encode()
-      if not hmac.compare_digest(token, self.server.token.encode()):
-        return
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-      return
-    try:
       answer = (
         self._put(**request) if "put" in request else self._get(**request)
       )
@@ -99,8 +100,8 @@ class Peer:
     self, request: Mapping[str, Any], parts: Sequence[memoryview], size: int
   ) -> bytearray:
     with socket.create_connection(self._address, _TIMEOUT_S) as connection:
-      line = json.dumps({"token": self._token, **request}).encode() + b"\n"
-      connection.sendall(line)
+      lines = f"{self._token}\n{json.dumps(request)}\n"
+      connection.sendall(lines.encode())
       for part in parts:
         connection.sendall(part)
       with connection.makefile("rb") as file:

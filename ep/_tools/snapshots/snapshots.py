@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 import dataclasses
 import itertools
 import json
+import operator
 import secrets
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 import zlib
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import compat
-from ep._tools.snapshots import memory, peers
+from ep._tools.snapshots import memory, peers, source
 
 _POLL_S = 0.02
 _END_S = 10.0  # limit for a snapshot at the end of the process
@@ -45,7 +46,11 @@ class Snapshots:
   Snapshots take twice the memory of the state, or four times on several hosts,
   and vanish with the launcher, so a run also needs checkpoints on disk.
 
-  All ranks call `take` and `restore` with the same steps and trees.
+  All ranks call `take` and `restore` with the same steps and trees. A process
+  makes one object of this class, after `ep.launch.initialize`.
+
+  Raises:
+    RuntimeError: this process has not joined the other ranks.
   """
 
   def __init__(self) -> None:
@@ -53,16 +58,23 @@ class Snapshots:
     self._rank = compat.distributed_process()
     self._ranks = compat.distributed_count()
     self._files = memory.inherited()
+    if self._files and self._files.ranks != self._ranks:
+      raise RuntimeError(
+        f"ep.Snapshots: this process knows {self._ranks} of"
+        f" {self._files.ranks} ranks; call ep.launch.initialize() before."
+      )
     self._server: peers.Server | None = None
     self._token = ""
     self._copier: peers.Peer | None = None
     if self._files and self._files.places < self._ranks:
       self._serve(self._files)
+    self._lock = threading.RLock()  # of `take` and `wait`
     self._thread: threading.Thread | None = None
     self._error: Exception | None = None
     self._is_ending = False
     atexit.register(self._end)
-    self._last: int | None = None  # step of the last snapshot
+    self._last: int | None = None  # step of the last complete snapshot
+    self._taken = -(1 << 63)  # step of the last snapshot
 
   def _serve(self, files: memory.Inherited) -> None:
     """Starts to exchange snapshots with other hosts."""
@@ -83,33 +95,45 @@ class Snapshots:
     waits for it.
 
     Args:
-      step: a number that grows from call to call.
+      step: an integer that grows from call to call.
       state: a tree of arrays of this process's mesh.
 
     Raises:
-      TypeError: a leaf is not an array, or is a typed key.
-      OSError: there is not enough memory, for this or the last snapshot.
+      TypeError: a leaf is not an array, or is a typed key; the step is no
+        integer.
+      ValueError: the step has not grown; the state before is larger than the
+        first one.
+      OSError: this host lacked memory for the snapshot before.
     """
     if not self._files:
       return
-    self.wait()
-    names = [name for name, _ in _leaves(state)]
-    copies = _copy(jax.tree.leaves(state))
-    self._thread = threading.Thread(
-      target=self._write,
-      args=(self._files.own, step, names, copies),
-      daemon=True,
-    )
-    self._thread.start()
+    step = operator.index(step)
+    with self._lock:
+      self.wait()
+      if step <= self._taken:
+        raise ValueError(
+          f"ep.Snapshots: step = {step} after step {self._taken}, but steps"
+          " must grow: restore would return the larger one."
+        )
+      names = [name for name, _ in _leaves(state)]
+      copies = _copy(jax.tree.leaves(state))
+      self._taken = step
+      self._thread = threading.Thread(
+        target=self._write,
+        args=(self._files, step, names, copies),
+        daemon=True,
+      )
+      self._thread.start()
 
   def wait(self) -> None:
     """Waits for the last snapshot; raises its error, if any."""
-    if self._thread:
-      self._thread.join()
-      self._thread = None
-    if self._error:
-      error, self._error = self._error, None
-      raise error
+    with self._lock:
+      if self._thread:
+        self._thread.join()
+        self._thread = None
+      if self._error:
+        error, self._error = self._error, None
+        raise error
 
   def _end(self) -> None:
     """Lets the thread end before Python does, also if other ranks are gone."""
@@ -121,7 +145,8 @@ class Snapshots:
     """Returns the newest snapshot that all ranks completed, and its step.
 
     Collective over all ranks. Fewer or more ranks may have taken the snapshot,
-    and may have divided its arrays otherwise.
+    and may have divided its arrays otherwise. Afterwards, only this snapshot
+    and newer ones can be restored.
 
     Args:
       like: arrays, or values of `jax.ShapeDtypeStruct` with shardings, with the
@@ -130,54 +155,57 @@ class Snapshots:
         slots of experts, whose number depends on the ranks.
 
     Raises:
-      ValueError: the snapshot has another tree, shape or dtype.
+      ValueError: the snapshot has another tree, shape or dtype, or ranks had
+        different numbers in an array that is not on a mesh of all ranks.
     """
-    source = self._newest()
-    if source is None:
+    found = self._newest()
+    if found is None:
       return None
     named = dict(_leaves(like))
-    if differing := sorted(named.keys() ^ source.chunks.keys()):
+    if differing := sorted(named.keys() ^ found.chunks.keys()):
       where = "tree" if differing[0] in named else "snapshot"
       raise ValueError(
         "ep.Snapshots: the snapshot is of another tree: only the"
         f" {where} has {differing[0]}; restore the tree that was taken."
       )
-    arrays = [source.array(name, leaf) for name, leaf in named.items()]
-    return source.step, jax.tree.unflatten(jax.tree.structure(like), arrays)
+    arrays = [found.array(name, leaf) for name, leaf in named.items()]
+    return found.step, jax.tree.unflatten(jax.tree.structure(like), arrays)
 
-  def _newest(self) -> _Source | None:
+  def _newest(self) -> source.Source | None:
     """Returns the newest complete snapshot whose checksums hold.
 
     The ranks of a host share the work of reading all files of the host.
     """
     if (files := self._files) is None:
       return None
-    here = [
-      (restart, rank, file)
-      for restart, ranks in files.old.items()
-      for rank, file in ranks.items()
-    ]
     offers = [
       (restart, rank, dataclasses.astuple(generation), ranks)
-      for restart, rank, file in here[files.place :: files.places]
+      for restart, rank, file in _share(files)
       for generation in file.generations()
-      if (ranks := _ranks_of(file, generation))
+      if (ranks := source.ranks_of(file, generation))
     ]
     answers = self._exchange(offers)
-    complete: dict[tuple[int, int], dict[int, _Part]] = {}
+    complete: dict[tuple[int, int], dict[int, source.Part]] = {}
     for peer, theirs in answers:
       for restart, rank, fields, ranks in theirs:
         generation = memory.Generation(*fields)
         # A rank's own file and its copy may hold a step in other places.
-        source = files.old.get(restart, {}).get(rank)
-        if not source or generation not in source.generations():
-          source = peer.file(restart, rank)
-        part = generation, source, ranks
+        file = files.old.get(restart, {}).get(rank)
+        if not file or generation not in file.generations():
+          file = peer.file(restart, rank)
+        part = generation, file, ranks
         complete.setdefault((restart, generation.step), {})[rank] = part
-    for (_, step), parts in sorted(complete.items(), reverse=True):
+    for (found, step), parts in sorted(complete.items(), reverse=True):
       if all(len(parts) == ranks for *_, ranks in parts.values()):
-        return _Source(step, parts.values())
+        self._empty(files, keep=found)
+        return source.Source(step, parts.values())
     return None
+
+  def _empty(self, files: memory.Inherited, keep: int | None = None) -> None:
+    """Empties this rank's share of the files of all attempts but one."""
+    for restart, _, file in _share(files):
+      if restart != keep:
+        file.empty()
 
   def _exchange(self, offers: list[Any]) -> list[tuple[peers.Peer, list[Any]]]:
     """Returns the offers of all ranks; collective."""
@@ -199,11 +227,17 @@ class Snapshots:
     )
 
   def _write(
-    self, file: memory.File, step: int, names: list[str], copies: list[Any]
+    self,
+    files: memory.Inherited,
+    step: int,
+    names: list[str],
+    copies: list[Any],
   ) -> None:
     try:
       if not self._wait_for_all(self._last):
         return
+      if self._last is not None:  # all ranks have a snapshot of this attempt
+        self._empty(files)
       chunks, arrays = [], []
       for name, leaf in zip(names, copies, strict=True):
         for shard in leaf.addressable_shards:
@@ -214,7 +248,7 @@ class Snapshots:
           box = zip(shard.index, leaf.shape, strict=True)
           begins = [index.indices(size)[0] for index, size in box]
           chunks.append(
-            _Chunk(
+            source.Chunk(
               name,
               leaf.dtype.name,
               leaf.shape,
@@ -225,7 +259,7 @@ class Snapshots:
             )
           )
       index = {"ranks": self._ranks, "chunks": chunks}
-      file.write(step, index, arrays)
+      files.own.write(step, index, arrays)
       if self._copier:
         self._copier.put(self._rank, step, index, arrays)
       self._last = step
@@ -246,110 +280,16 @@ class Snapshots:
     return True
 
 
-class _Chunk(NamedTuple):
-  """A box of an array, in a generation of a file."""
-
-  name: str  # of the array
-  dtype: str
-  shape: Sequence[int]  # of the array
-  begins: Sequence[int]  # of the box in the array
-  extent: Sequence[int]  # of the box
-  size: int  # in bytes
-  checksum: int
-
-
-_Part = tuple[memory.Generation, memory.File, int]
-
-
-class _Source:
-  """A snapshot of all ranks of an attempt, at one step."""
-
-  def __init__(self, step: int, parts: Iterable[_Part]):
-    self.step = step
-    self.chunks: dict[str, list[tuple[_Chunk, memory.File, int]]] = {}
-    for generation, file, _ in parts:
-      index = file.index(generation)
-      for chunk, position in _chunks(generation, index):
-        self.chunks.setdefault(chunk.name, []).append((chunk, file, position))
-
-  def array(self, name: str, like: Any) -> jax.Array:
-    """Returns an array with the shape, dtype and sharding of `like`."""
-    chunks = self.chunks[name]
-    first = chunks[0][0]
-    is_same = like.dtype == jnp.dtype(first.dtype)
-    is_same &= like.ndim == len(first.shape)
-    sides = [*zip(like.shape, first.shape, strict=False)]
-    if not is_same or sum(ours != theirs for ours, theirs in sides) > 1:
-      raise ValueError(
-        f"ep.Snapshots: {name} is {first.dtype}{[*first.shape]} in the"
-        f" snapshot, but {like.dtype}{[*like.shape]} here; only one dimension"
-        " may differ, by zeros."
-      )
-
-    def box(index: Any) -> Any:
-      limits = [
-        i.indices(n)[:2] for i, n in zip(index, like.shape, strict=True)
-      ]
-      out = np.zeros([end - begin for begin, end in limits], like.dtype)
-      for chunk, file, position in chunks:
-        bounds = [
-          (max(begin, at), min(end, at + size), at, begin)
-          for (begin, end), at, size in zip(
-            limits, chunk.begins, chunk.extent, strict=True
-          )
-        ]
-        if all(low < high for low, high, *_ in bounds):
-          data = np.frombuffer(_read(chunk, file, position), like.dtype)
-          theirs = tuple(slice(lo - at, hi - at) for lo, hi, at, _ in bounds)
-          ours = tuple(slice(lo - at, hi - at) for lo, hi, _, at in bounds)
-          out[ours] = data.reshape(chunk.extent)[theirs]
-      return out
-
-    for chunk, file, position in chunks:
-      kept = [
-        max(size - at, 0)
-        for size, at in zip(like.shape, chunk.begins, strict=True)
-      ]
-      if any(n < size for n, size in zip(kept, chunk.extent, strict=True)):
-        cut = np.frombuffer(_read(chunk, file, position), like.dtype)
-        cut = cut.reshape(chunk.extent).copy()
-        cut[tuple(map(slice, kept))] = 0
-        if np.any(cut):
-          raise ValueError(
-            f"ep.Snapshots: {name} has the shape {[*like.shape]} here,"
-            f" but the snapshot has {[*chunk.shape]}, and not only zeros beyond"
-            " that shape."
-          )
-    return jax.make_array_from_callback(like.shape, like.sharding, box)
-
-
-def _chunks(
-  generation: memory.Generation, index: Any
-) -> Iterator[tuple[_Chunk, int]]:
-  """Yields the chunks of a generation, and their positions in the file."""
-  position = generation.begin + generation.index_size
-  for chunk in itertools.starmap(_Chunk, index["chunks"]):
-    yield chunk, position
-    position += chunk.size
-
-
-def _ranks_of(file: memory.File, generation: memory.Generation) -> int:
-  """Returns the number of ranks of a snapshot; 0 if a part is damaged."""
-  try:
-    index = file.index(generation)
-    for chunk, position in _chunks(generation, index):
-      _read(chunk, file, position)
-  except ValueError:
-    return 0
-  return int(index["ranks"])
-
-
-def _read(chunk: _Chunk, file: memory.File, position: int) -> bytearray:
-  """Returns the bytes of a chunk; raises ValueError if they are damaged."""
-  data = file.read(position, chunk.size)
-  if zlib.crc32(data) != chunk.checksum:
-    raise ValueError(f"ep.Snapshots: {chunk.name} is damaged")
-  return data
+def _share(
+  files: memory.Inherited,
+) -> Iterator[tuple[int, int, memory.File]]:
+  """Yields the old files that this rank reads, of all files of its host."""
+  old = (
+    (restart, rank, file)
+    for restart, ranks in files.old.items()
+    for rank, file in ranks.items()
+  )
+  return itertools.islice(old, files.place, None, files.places)
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:

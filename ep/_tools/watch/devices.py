@@ -61,6 +61,7 @@ def _of_links() -> Iterator[str]:
       ["nvidia-smi", "nvlink", "-e"],
       capture_output=True,
       text=True,
+      errors="replace",
       timeout=_SMI_LIMIT_S,
     )
   except FileNotFoundError:

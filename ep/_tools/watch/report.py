@@ -7,6 +7,7 @@ import collections
 from collections.abc import Collection, Iterator, Mapping
 import itertools
 
+from ep._tools.stuck import printable
 from ep._tools.watch.sharing import Record
 
 _MAX_NAMES = 8  # hosts, or process ids
@@ -48,7 +49,7 @@ def report(
     where = _where([records[p] for p in found])
     calls = " Python:" if stack else ""
     yield f"  {_names(found)} ({where}): {what}, for {still_s:.0f} s.{calls}"
-    yield from (f"    {_printable(line)}" for line in stack.splitlines())
+    yield from (f"    {printable(line)}" for line in stack.splitlines())
   if fault:
     yield (
       f"  The job's key-value store {fault}. The coordinator of jax.distributed"
@@ -66,13 +67,13 @@ def report(
       yield f"  Devices of {_hosts(found_records)}: no error."
       continue
     yield f"  Devices of {_hosts(found_records)}:"
-    yield from (f"    {_printable(line)}" for line in text.splitlines())
+    yield from (f"    {printable(line)}" for line in text.splitlines())
 
 
 def _progress(record: Record, step: int) -> tuple[int, str]:
   """Returns a position in the report, and a state relative to `step`."""
-  raised, last = _printable(record.raised), f"step {record.begun - 1}"
-  last += f' ("{_printable(record.name)}")' if record.name else ""
+  raised, last = printable(record.raised), f"step {record.begun - 1}"
+  last += f' ("{printable(record.name)}")' if record.name else ""
   if record.has_left:
     why = f" by {raised}" if raised else ""
     return 1, f"left ep.watch{why}, after {record.begun} steps"
@@ -118,10 +119,5 @@ def _where(records: list[Record]) -> str:
 
 
 def _hosts(records: list[Record]) -> str:
-  hosts = sorted({_printable(record.host) for record in records})
+  hosts = sorted({printable(record.host) for record in records})
   return ", ".join(hosts[:_MAX_NAMES]) + (", ..." * (len(hosts) > _MAX_NAMES))
-
-
-def _printable(text: str) -> str:
-  """Replaces control characters, which could control the user's terminal."""
-  return "".join(c if c.isprintable() else "?" for c in text)

@@ -66,7 +66,6 @@ class Sharing:
       target=self._run, name="ep.watch sharing", daemon=True
     )
     if self._client:
-      liveness.announce()
       self._thread.start()
 
   def fault(self) -> str:
@@ -83,10 +82,13 @@ class Sharing:
       self._thread.join(_LAST_S)
 
   def _run(self) -> None:
-    is_last = False
+    is_last = is_announced = False
     while not is_last:
       is_last = self._stop.is_set()
       try:
+        if not is_announced:
+          liveness.announce()
+          is_announced = True
         self._share()
         self._answered, self._fault = time.monotonic(), ""
       except jax.errors.JaxRuntimeError as e:

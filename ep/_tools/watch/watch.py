@@ -26,6 +26,8 @@ from ep._tools.watch.sharing import Record, Sharing
 _EXIT_CODE = 70  # as in ep_ffi
 _MAX_BEAT_S, _MAX_POLL_S = 5.0, 0.25
 _MAX_CALLS = 12  # of a stack
+_OUTPUT_S = 1.0  # limit for output
+_NO_ANSWER = "the kernel log or a driver does not answer"
 _Tree = TypeVar("_Tree")
 
 
@@ -102,7 +104,8 @@ class watch:  # noqa: N801 - used like a function
     The context gives a function. Pass it the results of the step's programs,
     once; it returns them. The step has finished when the first or the last of
     these arrays, whichever is smaller, is ready. If the block calls no such
-    function, the step has finished at the end of the block.
+    function, the step has finished at the end of the block. A step inside
+    another step finishes with it.
 
     Args:
       name: a name for the reports, such as "train" or "evaluate".
@@ -142,7 +145,9 @@ class watch:  # noqa: N801 - used like a function
         report_at, is_told = math.inf, False
         self._sharing.is_reading = False
       elif not self._sharing.is_reading:
-        self._devices = devices.errors(began)
+        threading.Thread(
+          target=self._read_devices, args=(began,), daemon=True
+        ).start()
         self._sharing.is_reading = True
         # Then a process without a new record is silent.
         report_at = now + self._sharing.silent_s + 2 * self._beat_s
@@ -154,7 +159,13 @@ class watch:  # noqa: N801 - used like a function
           f"ep.watch: process {self._sharing.me} ends: exit_after_s ="
           f" {self._exit_after_s:g} s later it still stands still."
         )
-        ending.exit_now(_EXIT_CODE)
+        _within_limit(ending.exit_now, _EXIT_CODE)
+        os._exit(_EXIT_CODE)  # without the output that blocks
+
+  def _read_devices(self, since: float) -> None:
+    """Runs in a thread: the kernel cannot kill a process in a broken driver."""
+    self._devices = _NO_ANSWER
+    self._devices = devices.errors(since)
 
   def _report(self) -> Iterator[str]:
     sharing = self._sharing
@@ -168,7 +179,11 @@ class watch:  # noqa: N801 - used like a function
     )
 
   def _print(self, text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    def write() -> None:
+      with contextlib.suppress(OSError, ValueError):  # a broken pipe; closed
+        print(text, file=sys.stderr, flush=True)
+
+    _within_limit(write)
 
 
 class _Steps:
@@ -182,7 +197,7 @@ class _Steps:
     self.name = self.raised = ""
     self.changed = time.monotonic()
     self.thread = threading.get_ident()  # the thread of the steps
-    self._ended = 0  # blocks
+    self._open = self._ended = 0  # blocks
     # Pairs of the number of a step and an array that the step returned.
     self._new: collections.deque[tuple[int, Any]] = collections.deque()
     self._pending: list[tuple[int, Any]] = []
@@ -193,6 +208,7 @@ class _Steps:
     self.poll()  # releases the arrays of finished steps
     number = self.begun
     self.name, self.raised, self.thread = name, "", threading.get_ident()
+    self._open += 1
     self.begun, self.changed = number + 1, time.monotonic()
 
     def launched(results: _Tree) -> _Tree:
@@ -200,7 +216,8 @@ class _Steps:
       ends = [x for x in leaves[:1] + leaves[-1:] if isinstance(x, jax.Array)]
       if ends:  # a large one would occupy memory for longer
         self._new.append((number, min(ends, key=lambda x: x.size)))
-      self.launched, self.changed = number + 1, time.monotonic()
+      self.launched = max(self.launched, number + 1)
+      self.changed = time.monotonic()
       return results
 
     try:
@@ -209,7 +226,9 @@ class _Steps:
       self.raised = _text(e)
       raise
     finally:
-      self._ended = self.launched = number + 1
+      self._open -= 1
+      if not self._open:
+        self._ended = self.launched = self.begun
       self.changed = time.monotonic()
 
   def poll(self) -> None:
@@ -232,9 +251,16 @@ class _Steps:
     # until a later array is ready.
     later = [x for x in self._pending[1:] if not _is_donated(x[1])]
     self._pending[1:] = later
-    finished = self._pending[0][0] if self._pending else ended
+    finished = min([ended, *(number for number, _ in self._pending)])
     if finished != self.finished:
       self.finished, self.changed = finished, time.monotonic()
+
+
+def _within_limit(act: Callable[..., Any], *args: Any) -> None:
+  """Calls a function that writes, and may block because a pipe is full."""
+  thread = threading.Thread(target=act, args=args, daemon=True)
+  thread.start()
+  thread.join(_OUTPUT_S)
 
 
 def _is_donated(array: Any) -> bool:
