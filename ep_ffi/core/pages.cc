@@ -15,46 +15,53 @@ namespace {
 // kernel ignores our advice for arrays without one.
 constexpr int64_t kHugePage = 2 << 20;
 
-// Below this many bytes, a system call takes longer than writing zeros.
-constexpr int64_t kLeastToReturn = 256 << 10;
-
-// The pages that lie entirely in an array.
-struct Pages {
-  Pages(std::byte* data, int64_t bytes, int64_t page) {
-    const int64_t skipped = -reinterpret_cast<uintptr_t>(data) & (page - 1);
-    if (bytes < skipped) return;
+// The huge pages that lie entirely in an array.
+struct HugePages {
+  HugePages(std::byte* data, int64_t bytes) {
+    const auto skipped = -reinterpret_cast<uintptr_t>(data) & (kHugePage - 1);
     this->data = data + skipped;
-    this->bytes = (bytes - skipped) / page * page;
+    const int64_t rest = bytes - static_cast<int64_t>(skipped);
+    this->bytes = std::max<int64_t>(0, rest / kHugePage * kHugePage);
   }
 
-  std::byte* data = nullptr;
-  int64_t bytes = 0;
+  std::byte* data;
+  int64_t bytes;
 };
 
 // Returns pages to the kernel, which will zero them. Returns false if MADV_FREE
 // refuses: for pages of files and for shared pages.
-bool ReturnToKernel(const Pages& pages) {
+bool ReturnToKernel(const HugePages& pages) {
   return madvise(pages.data, pages.bytes, MADV_FREE) == 0 &&
          madvise(pages.data, pages.bytes, MADV_DONTNEED) == 0;
+}
+
+// Reads a byte of each page, so that the kernel maps its page of zeros.
+void MapZeros(const HugePages& pages) {
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  for (int64_t at = 0; at < pages.bytes; at += page) {
+    (void)*static_cast<volatile std::byte*>(pages.data + at);
+  }
 }
 
 }  // namespace
 
 void PreferHugePages(std::byte* data, int64_t bytes) {
-  const Pages pages(data, bytes, kHugePage);
+  const HugePages pages(data, bytes);
   // In a kernel without huge pages, the call fails and changes nothing.
   if (pages.bytes > 0) (void)madvise(pages.data, pages.bytes, MADV_HUGEPAGE);
 }
 
 void WriteZeros(std::byte* data, int64_t bytes) {
-  const Pages pages(data, bytes, sysconf(_SC_PAGESIZE));
-  if (pages.bytes < kLeastToReturn || !ReturnToKernel(pages)) {
+  const HugePages pages(data, bytes);
+  if (pages.bytes == 0 || !ReturnToKernel(pages)) {
     std::memset(data, 0, bytes);
     return;
   }
-  const std::byte* end = pages.data + pages.bytes;
+  PreferHugePages(pages.data, pages.bytes);
+  MapZeros(pages);
+  std::byte* end = pages.data + pages.bytes;
   std::memset(data, 0, pages.data - data);
-  std::memset(pages.data + pages.bytes, 0, data + bytes - end);
+  std::memset(end, 0, data + bytes - end);
 }
 
 int64_t ResidentBytes(std::byte* data, int64_t bytes) {

@@ -16,9 +16,12 @@ namespace ep {
 // Asks the kernel to use huge pages for an array: 1 page fault instead of 512.
 void PreferHugePages(std::byte* data, int64_t bytes);
 
-// Fills an array with zeros. Returns whole pages of private anonymous memory to
-// the kernel, which zeroes a page at its next access. Until then, the page
-// takes no memory.
+// Fills an array with zeros. Huge pages of private anonymous memory become the
+// kernel's page of zeros, which takes no memory until someone writes to it.
+//
+// The pages are mapped. XLA's loops read rows with masked vector instructions,
+// and such an instruction takes 100 times as long on a page that is not mapped,
+// even if its mask is zero. It does not map the page, so each read is slow.
 void WriteZeros(std::byte* data, int64_t bytes);
 
 // Returns how many bytes of a page-aligned array are in RAM.

@@ -6,10 +6,12 @@
 Then MaxText's new option `jax_ep_backend` selects the exchange: "host" on CPUs
 or "xla" on other devices, and "" for MaxText's own `ragged_all_to_all`.
 
-The diff changes only the code between `permute` and `unpermute`, in two inner
-functions of `RoutedMoE.sparse_matmul`. MaxText's router, losses, matmuls,
-biases, activations and parameters stay. `permute` repeats each token for its
-experts, so each row of `permute` is a token of ep with one expert.
+The diff changes only the code between `permute` and `unpermute`, in three inner
+functions of `RoutedMoE.sparse_matmul`. MaxText's router, losses, biases,
+activations and parameters stay. `permute` repeats each token for its experts,
+so each row of `permute` is a token of ep with one expert. With "host", ep also
+computes matmuls without quantization: on CPUs, `ragged_dot` multiplies every
+row of the buffer by the matrices of all local experts.
 
 The program finds the places by name. It fails if MaxText has renamed something
 that the new code uses.
@@ -27,6 +29,8 @@ _FUNCTIONS = {
   " input_ids=None",
   "unsort_output_and_ra2a": "intermediate_output, routing, route_metadata,"
   " output_shape, is_batch_sharded_by_expert",
+  "jax_ragged_dot_gmm": "inputs, kernel, tiling, group_sizes,"
+  " expert_assignments, padding_amount",
   "get_ragged_buffer_size": "local_batch, ep_degree, global_experts, top_k,"
   " ragged_buffer_factor",
 }
@@ -98,6 +102,13 @@ _COMBINE = """\
         return output
 """
 
+_MATMUL = """\
+      if self.config.jax_ep_backend == "host" and not self.config.quantization:
+        import ep  # pylint: disable=import-outside-toplevel
+
+        return ep.grouped_matmul(inputs, kernel, group_sizes)
+"""
+
 _OPTION = """\
   jax_ep_backend: str = Field("", description='Use jax_ep: "host" or "xla".')
 """
@@ -129,7 +140,7 @@ def _find(tree: ast.AST, kind: type[ast.AST], text: str) -> Any:
 
 def moe(tree: ast.Module) -> list[tuple[int, int, str]]:
   """Returns the edits of layers/moe.py: lines [first, last) become a text."""
-  route, back, _ = (
+  route, back, matmul, _ = (
     _find(tree, ast.FunctionDef, f"def {name}({arguments}):")
     for name, arguments in _FUNCTIONS.items()
   )
@@ -137,8 +148,9 @@ def moe(tree: ast.Module) -> list[tuple[int, int, str]]:
   metadata = _find(tree, ast.ClassDef, "class RouteMetadata:").end_lineno
   exchange = _find(route, ast.If, "if num_ep > 1:").lineno
   result = _find(route, ast.Call, "RouteMetadata(").keywords[-1].end_lineno
-  first = back.body[1].lineno - 1  # after the docstring
+  first, of_matmul = (f.body[1].lineno - 1 for f in (back, matmul))
   return [
+    (of_matmul, of_matmul, _MATMUL),
     (metadata, metadata, _GROUP),
     (exchange - 1, exchange, _DISPATCH),
     (result, result, "              ep_handle=ep_handle,\n"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests MaxText with ep's exchange against MaxText's dense path.
+"""Tests MaxText with ep's exchange and matmul against MaxText's dense path.
 
 CI does not run this test, because it needs a checkout of MaxText and packages
 that MaxText imports; see docs/howto/other_frameworks.md. The test changes a

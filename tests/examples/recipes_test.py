@@ -250,6 +250,12 @@ class RoutedMoE:
     return 0
 
   def sparse_matmul(self):
+    def jax_ragged_dot_gmm(
+        inputs, kernel, tiling, group_sizes, expert_assignments, padding_amount
+    ):
+      \"\"\"Multiplies.\"\"\"
+      return inputs
+
     def ra2a_and_route(
         x, logits, pre_bias_logits, num_ep, expert_shard_id, rngs,
         input_ids=None,
@@ -289,13 +295,19 @@ def _checkout(folder, moe):
   return folder
 
 
-def test_maxtext_changes_only_the_exchange(tmp_path):
+def test_maxtext_changes_only_exchange_and_matmul(tmp_path):
   """maxtext_test runs the changed code in MaxText; CI only finds the places."""
   lines = maxtext.diff(_checkout(tmp_path, _MOE)).splitlines()
   removed = [x for x in lines if x.startswith("-") and not x.startswith("---")]
   assert removed == ["-      if num_ep > 1:"]
   added = "\n".join(x[1:] for x in lines if x.startswith("+"))
-  for text in "elif num_ep > 1:", "ep_dispatch(", "ep_combine(", "ep_handle=":
+  for text in (
+    "elif num_ep > 1:",
+    "ep_dispatch(",
+    "grouped_matmul(",
+    "ep_combine(",
+    "ep_handle=",
+  ):
     assert added.count(text) == 1
 
 
@@ -304,6 +316,7 @@ def test_maxtext_changes_only_the_exchange(tmp_path):
   [
     ("expert_shard_id, rngs,", "rngs,"),
     ("top_k, ragged", "ragged"),
+    ("inputs, kernel, tiling", "inputs, kernel"),
     ("weights, group_sizes,", "group_sizes, weights,"),
     ("if num_ep > 1", "if num_ep >= 2"),
     ("class RouteMetadata", "class Metadata"),

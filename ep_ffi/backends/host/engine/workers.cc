@@ -30,18 +30,20 @@ Workers::~Workers() {
 }
 
 void Workers::Run(std::function<void()> task) {
+  // An idle thread may run the task before NotifyOne, and destroy this object.
+  const std::shared_ptr<State> state = state_;
+  bool has_thread;
   {
-    MutexLock lock(state_->mutex);
-    state_->tasks.push_back(std::move(task));
-    if (state_->tasks.size() <= state_->num_idle) {
-      state_->changed.NotifyOne();
-      return;
-    }
+    MutexLock lock(state->mutex);
+    state->tasks.push_back(std::move(task));
+    has_thread = state->tasks.size() <= state->num_idle;
   }
+  // A thread that is woken while this one has the lock would sleep again.
+  if (has_thread) return state->changed.NotifyOne();
   try {
-    std::thread(Loop, state_, /*keeps_waiting=*/true).detach();
+    std::thread(Loop, state, /*keeps_waiting=*/true).detach();
   } catch (const std::system_error&) {
-    Loop(state_, /*keeps_waiting=*/false);  // here, since no thread can start
+    Loop(state, /*keeps_waiting=*/false);  // here, since no thread can start
   }
 }
 
