@@ -90,7 +90,11 @@ class HostBackend(Backend):
         timeout_s=group.timeout_s,
         exit_after_s=group.exit_after_s,
       )
-    return connection.NativeConnection(group)
+    return HostConnection(group)
+
+
+class HostConnection(connection.NativeConnection):
+  """A connection to a group of the native host engine."""
 
 
 def _listen() -> socket.socket:
