@@ -89,7 +89,7 @@ def process(job, index):
 
 def waits(job):
   """Matches the lines of process 0, which waits in step 2 for the other."""
-  stack = r', for \d s\. Python:\n    File "[^"]*", line \d+ in [^\n]*\n'
+  stack = r', for \d+ s\. Python:\n    File "[^"]*", line \d+ in [^\n]*\n'
   what = r'(began|launched) step 2 \("train"\), [^\n]*'
   return process(job, 0) + what + stack
 
@@ -97,8 +97,8 @@ def waits(job):
 def test_a_sleeping_process_is_named(job):
   last = 'has not begun step 2; finished step 1 ("train")'
   patterns = [
-    r"stands still for \d s\. Step 2 is the first",
-    process(job, 1) + re.escape(last) + r", for \d s\. Python:\n"
+    r"stands still for \d+ s\. Step 2 is the first",
+    process(job, 1) + re.escape(last) + r", for \d+ s\. Python:\n"
     r'    File "[^"]*stalls.py", line \d+ in load_batch\n'
     r'    File "[^"]*stalls.py", line \d+ in sleeping\n',
     waits(job),

@@ -65,8 +65,11 @@ class Sharing:
     self._thread = threading.Thread(
       target=self._run, name="ep.watch sharing", daemon=True
     )
+    self._is_known = threading.Event()  # set after the first record
     if self._client:
       self._thread.start()
+      # Otherwise, if this process stops now, others read an earlier record.
+      self._is_known.wait(beat_s)
 
   def fault(self) -> str:
     """Returns why the store cannot be used, or ""."""
@@ -91,6 +94,7 @@ class Sharing:
           is_announced = True
         self._share()
         self._answered, self._fault = time.monotonic(), ""
+        self._is_known.set()
       except jax.errors.JaxRuntimeError as e:
         self._fault = f"({str(e).partition(chr(10))[0][:200]})"
       if not is_last:
