@@ -144,6 +144,11 @@ def test_parameters_are_floats(dtype):
     ep.moe.init(jax.random.key(0), PLAIN, dtype)
 
 
+def test_each_expert_has_a_slot():
+  with pytest.raises(ValueError, match="ep.moe.init: num_slots = 1"):
+    ep.moe.init(jax.random.key(0), PLAIN, num_slots=1)
+
+
 @pytest.mark.parametrize(
   "change, message",
   [

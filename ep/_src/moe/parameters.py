@@ -49,6 +49,7 @@ def init(
 
   Raises:
     TypeError: the dtype is no float dtype.
+    ValueError: there are fewer slots than experts.
   """
   dtype = arrays.dtype("ep.moe.init", "dtype", dtype)
   if not jnp.issubdtype(dtype, jnp.floating):
@@ -56,6 +57,12 @@ def init(
       f"ep.moe.init: dtype = {dtype}, but parameters are drawn as floats; pass"
       " a dtype such as jnp.bfloat16."
     )
+  arguments.check(
+    num_slots is None or num_slots >= config.num_experts,
+    "ep.moe.init",
+    f"num_slots = {num_slots}, but there are {config.num_experts} experts; pass"
+    " MoE.num_expert_slots.",
+  )
   params = {}
   for i, (name, (shape, _)) in enumerate(_parameters(config).items()):
     kind = jnp.float32 if name.startswith("router") else dtype
