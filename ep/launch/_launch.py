@@ -144,13 +144,11 @@ def launch(
   for name, value in common.items():
     if arguments.integer("ep.launch", name, value) < 1:
       raise ValueError(f"ep.launch: {name} = {value}, but it must be positive.")
-  times = dict(join_timeout_s=join_timeout_s)
+  arguments.seconds("ep.launch", "join_timeout_s", join_timeout_s)
   if timeout_s is not None:
-    times["timeout_s"] = timeout_s
+    arguments.seconds("ep.launch", "timeout_s", timeout_s)
   if grace_s:
-    times["grace_s"] = grace_s
-  for name, seconds in times.items():
-    arguments.seconds("ep.launch", name, seconds)
+    arguments.seconds("ep.launch", "grace_s", grace_s)
   if not 0 <= arguments.integer("ep.launch", "host_id", host_id) < num_hosts:
     raise ValueError(
       f"ep.launch: host_id = {host_id}, but the hosts are 0..{num_hosts - 1}."

@@ -72,8 +72,8 @@ def check_floats(what: str, name: str, x: jax.Array) -> None:
   """Raises `TypeError` unless an array has a floating-point dtype."""
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(
-      f"{what}: {name} is {x.dtype}, but floating point is expected; convert"
-      " it."
+      f"{what}: {name} is {x.dtype}, but floats are expected; convert it to a"
+      " floating-point dtype."
     )
 
 

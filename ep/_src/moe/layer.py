@@ -381,10 +381,8 @@ def _check_params(
       f"params[{name!r}] has shape {params[name].shape}, but {shape} is"
       f" expected, {part}. For stacked layers, pass the parameters of one.",
     )
-    if not jnp.issubdtype(dtype := params[name].dtype, jnp.floating):
-      raise TypeError(
-        f"{op}: params[{name!r}] is {dtype}, but floats are expected."
-      )
+    arrays.check_floats(op, f"params[{name!r}]", params[name])
+    dtype = params[name].dtype
     if config.deterministic and dtype != jnp.float32:
       raise TypeError(
         f"{op}: params[{name!r}] is {dtype}, but deterministic = True adds"

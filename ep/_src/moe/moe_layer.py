@@ -258,8 +258,7 @@ def _check_params(view: views.View, tokens: jax.Array, params: Any) -> None:
   op, experts = view.op, _num_slots(view)
   for path, x in jax.tree.leaves_with_path(params):
     name = "params" + jax.tree_util.keystr(path)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise TypeError(f"{op}: {name} is {x.dtype}, but floats are expected.")
+    arrays.check_floats(op, name, x)
     arguments.check(
       x.shape[:1] == (experts,),
       op,

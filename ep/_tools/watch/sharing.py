@@ -85,13 +85,12 @@ class Sharing:
       self._thread.join(_LAST_S)
 
   def _run(self) -> None:
-    is_last = is_announced = False
+    is_last = False
     while not is_last:
       is_last = self._stop.is_set()
       try:
-        if not is_announced:
+        if not self._is_known.is_set():
           liveness.announce()
-          is_announced = True
         self._share()
         self._answered, self._fault = time.monotonic(), ""
         self._is_known.set()
