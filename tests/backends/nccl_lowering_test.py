@@ -4,7 +4,6 @@
 The host engine gets the arguments for NCCL EP. XLA gets the programs for GPUs.
 """
 
-import dataclasses
 import re
 import types
 
@@ -22,7 +21,6 @@ from ep._src.base import compat
 from ep._src.base.backend import OPS
 from ep._src.matmul import on_cuda
 from groups import bootstrap
-from layer_steps import draw_params
 from nccl_testing import HostEngine
 from op_functions import dispatch, everything, Moved, round_trip
 
@@ -143,35 +141,3 @@ def test_a_layer_on_hopper_touches_no_unused_rows(
     rows = rf"stablehlo\.(\w+).*tensor<{capacity}x(?:64|192)x"
   moves = {"custom_call", "optimization_barrier"}
   assert set(re.findall(rows, text)) == moves
-
-
-def test_expert_weights_are_copied_as_rows_of_tokens(monkeypatch):
-  """Expert copies balance the rows, and change gradients only by rounding."""
-  config = ep.MoEConfig(13, 5, 8, 2, biases=True)
-  copies = dataclasses.replace(config, replica_slots=2)
-  rng = np.random.default_rng(0)
-  params = draw_params(config, lambda shape: rng.normal(size=shape) / 3)
-  params["router"][0] = 9.0 * (np.arange(8) < 2)
-  x = rng.normal(size=(16, 13)).astype(np.float32)
-  x[:, 0] = 1
-
-  def step(config, num_slots):
-    with bootstrap(
-      make_mesh({"ep": 4}), num_experts=num_slots, top_k=2, hidden_dim=13
-    ) as group:
-      layer = ep.MoE(config, group)
-
-      def loss(params):
-        y, metrics = layer(params, x)
-        return jnp.square(y).sum(), metrics.max_rank_rows
-
-      return jax.block_until_ready(
-        jax.jit(jax.grad(loss, has_aux=True))(params)
-      )
-
-  expected, rows = step(config, 8)
-  monkeypatch.setattr(host, "HostConnection", HostEngine)
-  got, even = step(copies, 16)
-  assert rows == 32 and even == 8
-  for name, grad in got.items():
-    np.testing.assert_allclose(grad, expected[name], 1e-4, 1e-4, err_msg=name)

@@ -122,7 +122,7 @@ def test_refuses(options, words):
       ["274877906816 rows", "capacity_multiple = 2147483647", "32 bits"],
     ),
     (dict(name="a\nb"), ["'a\\nb', but it must have no characters"]),
-    (dict(drop_by="first"), ["drop_by", "first", "weight", "fair"]),
+    (dict(drop_by="first"), ["drop_by", "first", "slot", "fair"]),
     (dict(drop_by="fair", overflow="error"), ["drop_by", 'overflow="drop"']),
   ],
   ids=str,

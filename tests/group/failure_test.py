@@ -173,7 +173,7 @@ class Scenarios(Rank):
       self.wait_for("lost_*", 3)
     else:
       # With these options, no XLA collective precedes the native op.
-      options = dict(drop_by="weight", recv_capacity_per_rank=8)
+      options = dict(drop_by="fair", recv_capacity_per_rank=8)
       self.note_error("alone", lambda: self.prepare(group, **options))
     self.note_error("lost", lambda: self.bootstrap(timeout_s=TIMEOUT_S))
     with contextlib.suppress(ep.EpError):

@@ -15,7 +15,7 @@ import pytest
 from conftest import make_mesh, to_global
 import ep
 import groups
-from groups import bootstrap, E, failing, group, H, K, MESHES, of_one_process, T
+from groups import bootstrap, E, failing, group, H, K, of_one_process, T
 from layer_steps import assert_close, draw_params, in_slots, put, whole
 from oracle import make_oracle
 
@@ -36,10 +36,9 @@ CAPTURED[[0, 2, 5, 6, 7, 8, 9, 12, 19]] = CAPTURED[13, 1] = -1
 def make_layer(mesh="ep4", **options):
   """Returns a layer, whole parameters, tokens and a cotangent."""
   config = ep.MoEConfig(H, F, E, K, gated=False, activation=jnp.tanh, **options)
-  copies = MESHES[mesh]["ep"] * config.replica_slots
   rng = np.random.default_rng(0)
   params = draw_params(config, lambda shape: rng.normal(size=shape) / 2)
-  layer = ep.MoE(config, group(mesh, num_experts=E + copies))
+  layer = ep.MoE(config, group(mesh))
   return layer, params, *rng.normal(size=(2, R * T, H)).astype(np.float32)
 
 
@@ -155,7 +154,7 @@ def test_ops_on_captured_ids(view, options):
     ("ep4", "global", {}, None),
     ("dp2_ep2", "local", {}, None),
     ("ep4", "local", {}, PLACEMENT),
-    ("dp2_ep2", "global", dict(replica_slots=1), PLACEMENT),
+    ("dp2_ep2", "global", {}, PLACEMENT),
     ("ep4", "global", dict(token_chunks=2), None),
     ("ep4", "local", dict(capacity_factor=0.5, overflow="chunk"), None),
     ("ep4", "global", SHORT, None),

@@ -188,7 +188,7 @@ def test_a_layer_inherits_the_drop_policy_of_its_group():
   stated = ep.EpLayerConfig(fails.group, drop_by="slot")
   assert stated.replace(overflow="drop").drop_by == "slot"
   assert drops.fingerprint == drops.replace().fingerprint
-  other = group(drop_by="weight")
+  other = group(drop_by="slot")
   copied = ep.EpLayerConfig(other, overflow="drop", drop_by=drops.drop_by)
   assert copied.drop_by == "fair"
 

@@ -31,9 +31,9 @@ SMALL, LARGE = {"dp": 2, "ep": 2}, {"dp": 2, "fsdp": 2, "ep": 2}
   [
     (SMALL, dict(balance="sequence", score="sigmoid", overlap=False)),
     (SMALL, dict(deterministic=True)),
-    (SMALL, dict(replica_slots=1, **CHUNK)),
+    (SMALL, CHUNK),
     (SMALL, dict(token_chunks=2, wire="mxfp8", **FAIR)),
-    (LARGE, dict(replica_slots=1)),
+    (LARGE, {}),
     (LARGE, dict(token_chunks=4)),
     (LARGE, CHUNK),
   ],

@@ -64,7 +64,6 @@ LAYERS = {
   "tp": (dict(tp_axis="dp", biases=True, **SHORT), {}),
   "chunk": (dict(capacity_factor=2.0, overflow="chunk"), {}),
   "token_chunks": (dict(token_chunks=2, **SHORT), {}),
-  "copies": (dict(replica_slots=1), dict(placement=PLACEMENT)),
   "deterministic": (dict(deterministic=True), dict(captured_idx=ids(T, K) - 1)),
 }
 
@@ -73,7 +72,6 @@ OPS = {
   "error": dict(tail="unspecified"),
   "fair": SHORT,
   "slot": dict(drop_by="slot", **SHORT),
-  "weight": dict(drop_by="weight", **SHORT),
   "mxfp8": dict(wire="mxfp8"),
   "fp8_block128": dict(wire="fp8_block128"),
 }
@@ -92,9 +90,7 @@ def on_ranks(step, in_specs, out_specs, *args):
 
 def of_layer(options, call):
   config = ep.MoEConfig(HIDDEN, INNER, E, K, **options)
-  sizes = dict(num_experts=E + 2 * config.replica_slots)
-  if config.tp_axis:
-    sizes["data_axes"] = ()
+  sizes = dict(data_axes=()) if config.tp_axis else {}
   layer = ep.MoE(config, bound(**sizes))
   params = draw_params(config, lambda shape: floats(*shape))
   dtype = jnp.float32 if config.deterministic else jnp.bfloat16

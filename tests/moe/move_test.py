@@ -161,7 +161,7 @@ def test_move_refuses():
     (dict(specs=P(None, "ep")), r"arrays\['w'\] of shape \(8, 2\): has not 8"),
     (dict(specs=P(("dp", "ep"))), r"is split by \('dp', 'ep'\), but"),
     (dict(new=STACKED), r"a placement is of layers \(3,\), but .* \(\)"),
-    (dict(new=ep.Placement(range(E + 1))), r"new has slots \(9,\) and"),
+    (dict(new=ep.Placement(range(E + 1))), r"new has slots \(9,\), but"),
   ]:
     with pytest.raises(ValueError, match=words):
       move(**options)

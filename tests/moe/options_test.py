@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ep
-from groups import BACKEND, E, failing, GPU, group, K, MESHES, of_one_process, T
+from groups import E, failing, GPU, group, K, of_one_process, T
 from layer_steps import (
   assert_close,
   assert_same_bits,
@@ -34,16 +34,10 @@ PLAIN = ep.MoEConfig(
 )
 PLACEMENT = ep.Placement(np.random.default_rng(7).permutation(E))
 
-has_copies = pytest.mark.skipif(
-  GPU and BACKEND != "xla", reason="no copies of nccl were seen on GPUs yet"
-)
-
 
 def layer_of(mesh="ep4", **options):
-  """Returns `PLAIN` with options, on a group with slots for expert copies."""
   config = dataclasses.replace(PLAIN, **options)
-  copies = MESHES[mesh]["ep"] * config.replica_slots
-  return ep.MoE(config, group(mesh, hidden_dim=HIDDEN, num_experts=E + copies))
+  return ep.MoE(config, group(mesh, hidden_dim=HIDDEN))
 
 
 def results(layer, placement=None):
@@ -67,12 +61,7 @@ def results(layer, placement=None):
 @pytest.mark.parametrize(
   "mesh, placement, options",
   [
-    pytest.param(
-      "ep2_dp2",
-      PLACEMENT,
-      dict(weigh="input", replica_slots=1),
-      marks=has_copies,
-    ),
+    ("ep2_dp2", PLACEMENT, dict(weigh="input")),
     pytest.param(
       "ep4",
       None,
@@ -100,8 +89,7 @@ def test_results_equal_a_layer_without_options_on_one_domain(
   got, got_metrics, got_grads, got_x = results(
     layer_of(mesh, **options), placement
   )
-  rows, of_ranks = got_metrics.max_rank_rows, MESHES[mesh]["ep"]
-  of_domains = metrics.load.reshape(of_ranks, -1).sum(1)
+  rows = got_metrics.max_rank_rows
   metrics, got_metrics = (
     m._replace(max_rank_rows=None) for m in (metrics, got_metrics)
   )
@@ -111,16 +99,12 @@ def test_results_equal_a_layer_without_options_on_one_domain(
   else:
     assert_same_bits(*exact)
   assert_close(got_grads, grads, 1e-5, 1e-4)
-  # Without copies, the busiest rank has at least its domain's mean rows.
-  most = of_domains.max() * of_ranks / R
-  assert rows < most or "replica_slots" not in options
   assert rows > T * K or "overflow" not in options
 
 
 @pytest.mark.parametrize(
   "placement, options",
   [
-    pytest.param(PLACEMENT, dict(replica_slots=1), marks=has_copies),
     (PLACEMENT, {}),
     (PLACEMENT, dict(token_chunks=T)),
   ],
@@ -130,7 +114,6 @@ def test_errors_name_wrong_choices_as_the_caller_wrote_them(placement, options):
   layer = layer_of(**options)
   params = draw_params(PLAIN, np.zeros)
   x = np.zeros((R * T, HIDDEN), np.float32)
-  # All tokens choose the same experts, which therefore have copies.
   idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
   run_forward(layer, params, x, idx, placement=placement)
   for choices, fault in [

@@ -42,7 +42,6 @@ route_topk = functools.partial(ep.route_topk, top_k=K)
     (whole_layer, False, {}),
     (whole_layer, True, {}),
     (whole_layer, False, dict(token_chunks=2)),
-    (whole_layer, False, dict(replica_slots=2)),
     (whole_layer, True, dict(overflow="chunk", capacity_factor=1.0)),
     (whole_layer, False, dict(overflow="drop", capacity_factor=1.0)),
     (whole_layer, True, dict(num_groups=4, top_groups=2, score="sigmoid")),
@@ -58,7 +57,7 @@ def test_experts_are_chosen_once(block, unroll, options):
     group(
       "ep4",
       hidden_dim=H,
-      num_experts=E + 4 * config.replica_slots,
+      num_experts=E,
       top_k=K,
       max_tokens_per_rank=T,
     ),

@@ -104,9 +104,8 @@ def test_a_placement_chooses_the_empty_slots(config):
 @pytest.mark.parametrize(
   "axes, options",
   [
-    (EP4, dict(replica_slots=2)),
     (EP3, dict(token_chunks=3)),
-    (EP3, dict(replica_slots=1, capacity_factor=1.5, overflow="chunk")),
+    (EP4, dict(capacity_factor=1.5, overflow="chunk")),
   ],
   ids=str,
 )

@@ -48,7 +48,7 @@ def test_empty_slots_come_last_and_receive_no_rows(ranks, experts):
     case.check(sizes)
 
 
-@pytest.mark.parametrize("rule", ["slot", "weight", "fair"])
+@pytest.mark.parametrize("rule", ["slot", "fair"])
 @pytest.mark.parametrize("ranks, experts", UNEVEN[:2])
 def test_drops(ranks, experts, rule):
   options = dict(overflow="drop", drop_by=rule, recv_capacity_per_rank=4)

@@ -19,7 +19,7 @@ from ep._src.base import arguments, arrays, quantizers
 from ep._src.base.meshes import Mesh
 
 _OVERFLOW = ("error", "drop", "chunk")
-_DROP_BY = (None, "slot", "weight", "fair")
+_DROP_BY = (None, "slot", "fair")
 _TAILS = ("zero", "unspecified")
 WIRES = (None, *quantizers.FORMATS)
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -362,15 +362,10 @@ class LayerConfig:
       " bits; lower one of these, and split the tokens into several ops.",
     )
 
-  def rule(self, is_weighted: bool) -> str:
-    """Returns the rule that picks the kept choices: "slot", "weight" or "fair".
-
-    Returns "slot" if `overflow` drops nothing. Otherwise returns `drop_by`,
-    whose default is "fair" with weights and "slot" without.
-    """
-    if self.overflow != "drop":
-      return "slot"
-    return self.drop_by or ("fair" if is_weighted else "slot")
+  @property
+  def drops_fairly(self) -> bool:
+    """Whether an `ep_prepare` with weights drops choices by "fair"."""
+    return self.overflow == "drop" and self.drop_by != "slot"
 
   @property
   def ep_size(self) -> int:

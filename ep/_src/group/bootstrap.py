@@ -197,8 +197,8 @@ def ep_bootstrap(
       dtype costs nothing.
     overflow: the default policy of a layer: "error", "drop" or "chunk"; see
       `EpLayerConfig`.
-    drop_by: which choices a layer drops by default, "slot", "weight", "fair" or
-      None; see `EpLayerConfig`.
+    drop_by: which choices a layer drops by default, "slot", "fair" or None; see
+      `EpLayerConfig`.
     backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper
       on, one process for each, P > 1) or "xla" (all platforms of XLA, without
       native code). None picks "host" or "nccl" by platform. If that backend

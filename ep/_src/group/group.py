@@ -175,13 +175,12 @@ class EpLayerConfig(NotCopied):
       with "chunk" `moe_layer` and `ep.MoE` send the tokens of such a step in
       chunks, each of which fits for any routing. The ops refuse "chunk".
     drop_by: which choices are kept, if `overflow` is "drop": "slot" drops slots
-      past the capacity, hence the last experts of a rank first; "weight" keeps
-      the choices with the largest weights; "fair" gives the experts of a rank
-      equal shares of its capacity, and an expert keeps its choices with the
-      largest weights. The last two need weights in `ep_prepare` and, if a rank
-      overflows, a collective of XLA and a second exchange. None inherits from
-      the group. If the group also has None, it is "fair" where `ep_prepare`
-      gets weights, as in `ep.MoE` and `moe_layer`, else "slot".
+      past the capacity, hence the last experts of a rank first; "fair" gives
+      the experts of a rank equal shares of its capacity, and an expert keeps
+      its choices with the largest weights. "fair" needs weights in `ep_prepare`
+      and, if a rank overflows, a collective of XLA and a second exchange. None
+      inherits from the group. If the group also has None, it is "fair" where
+      `ep_prepare` gets weights, as in `ep.MoE` and `moe_layer`, else "slot".
     tail: the rows past the last slab after dispatch: "zero", or "unspecified",
       if the program never reads them.
     wire: the fp8 transport of dispatch, and of gradients in the backward pass

@@ -32,7 +32,6 @@ import jax.numpy as jnp
 from ep._src.base import arguments, compat, identities
 from ep._src.base.contexts import trace_callback
 from ep._src.group.group import EpLayerConfig
-from ep._src.moe.config import exchange_of
 from ep._src.moe.experts import Experts, round_trip, SharedExpert
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
@@ -48,7 +47,6 @@ def through_experts(
   *,
   shared: SharedExpert | None = None,
   token_chunks: int = 1,
-  capacity: int | None = None,
 ) -> tuple[jax.Array, EpHandle]:
   """Sends tokens to their experts and sums the outputs. Local view.
 
@@ -62,15 +60,15 @@ def through_experts(
     topk_weights: float [..., K].
     shared: an expert of all tokens, whose output is added.
     token_chunks: the number of chunks in every step, at most one per token.
-    capacity: rows into which any routing of this step fits. None is the layer's
-      capacity, which a step may exceed.
 
   Returns:
     The output [..., H], and the handle. With several `token_chunks`, the arrays
     of the handle have a leading axis of chunks.
   """
   num_tokens = math.prod(topk_idx.shape[:-1])
-  exchange = exchange_of(layer, capacity)
+  exchange = layer.replace(tail="unspecified")
+  if layer.overflow == "chunk":  # chunks run if this exchange drops
+    exchange = exchange.replace(overflow="drop", drop_by="slot")
   args = params, tokens, topk_idx, topk_weights
   token_chunks = min(token_chunks, num_tokens)
   if token_chunks > 1:
@@ -78,7 +76,7 @@ def through_experts(
   else:
     handle = ep_prepare(exchange, topk_idx, topk_weights)
     num_chunks = 1
-    if layer.overflow == "chunk" and capacity is None:
+    if layer.overflow == "chunk":
       num_chunks = _num_chunks(layer, experts, num_tokens)
     if num_chunks == 1:
       return round_trip(handle, experts, *args, shared), handle
@@ -217,7 +215,9 @@ def _one_exchange_or_chunks(
 ) -> jax.Array:
   """Returns the output of one exchange if its rows fit, otherwise of chunks."""
   # Each chunk gets the same capacity as the exchange of all tokens.
-  layer = exchange_of(handle.layer, handle.capacity)
+  layer = handle.layer.replace(
+    recv_capacity_per_rank=handle.capacity, overflow="error", drop_by=None
+  )
 
   def whole(floats: Any, topk_idx: jax.Array, handle: EpHandle) -> jax.Array:
     params, tokens, weights = floats

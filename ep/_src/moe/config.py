@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -58,8 +58,8 @@ class MoEConfig(NotCopied):
       the largest batch. None reserves enough rows for any routing.
     overflow: policy for a step that needs more rows: "error", "drop" or
       "chunk", as in `ep.EpLayerConfig`; None inherits from the group.
-    drop_by: order for "drop": "slot", "weight" or "fair", as in
-      `ep.EpLayerConfig`; None inherits from the group, whose None is "fair".
+    drop_by: order for "drop": "slot" or "fair", as in `ep.EpLayerConfig`; None
+      inherits from the group, whose None is "fair".
     token_chunks: n, the number of chunks into which a rank splits its tokens.
       Chunks pass through the experts one after another, forward and backward,
       in buffers for the rows of one chunk. Outputs have the same bits for every
@@ -72,13 +72,6 @@ class MoEConfig(NotCopied):
       `ep.EpLayerConfig`. `hidden` is then a multiple of 32 or 128.
     overlap: whether the shared experts run while rows are exchanged, if the
       backend can do both in parallel; otherwise they run after combine.
-    replica_slots: S, the number of copies of other ranks' experts on a rank.
-      Each step copies experts of the fullest ranks and divides the tokens of
-      these experts among the copies, so that no rank has more rows than
-      `capacity_factor` allows, or without a factor than the mean. S = L = E /
-      P, rounded up, is enough for any routing; without a factor, buffers then
-      have only the mean number of rows. With fewer copies, `overflow` applies
-      to the excess rows.
     tp_axis: a mesh axis over which inner sizes are split. It is no token axis
       of the group: its ranks hold the same tokens.
     fsdp_axis: a mesh axis over which matrices are also split, and gathered
@@ -116,11 +109,10 @@ class MoEConfig(NotCopied):
   balance: Literal["batch", "sequence"] = "batch"
   capacity_factor: float | None = None
   overflow: Literal["error", "drop", "chunk"] | None = None
-  drop_by: Literal["slot", "weight", "fair"] | None = None
+  drop_by: Literal["slot", "fair"] | None = None
   token_chunks: int = 1
   wire: Literal["mxfp8", "fp8_block128"] | None = None
   overlap: bool = True
-  replica_slots: int = 0
   tp_axis: str | None = None
   fsdp_axis: str | None = None
   deterministic: bool = False
@@ -141,7 +133,7 @@ class MoEConfig(NotCopied):
       f"tp_axis and fsdp_axis are both {self.tp_axis!r}, but they split"
       " different axes of a matrix; name two mesh axes.",
     )
-    for field in (*_POSITIVE, "shared_inner", "replica_slots"):
+    for field in (*_POSITIVE, "shared_inner"):
       value = arguments.integer(what, field, getattr(self, field))
       object.__setattr__(self, field, value)
       least = 1 if field in _POSITIVE else 0
@@ -176,15 +168,6 @@ class MoEConfig(NotCopied):
       " the same bits for every split of the ranks into mesh axes, on which a"
       " sum over chunks depends; pass token_chunks = 1.",
     )
-    for field, without in _NO_REPLICAS.items():
-      arguments.check(
-        self.replica_slots == 0 or getattr(self, field) == without,
-        what,
-        f"replica_slots = {self.replica_slots} and {field} ="
-        f" {getattr(self, field)}: copies follow the choices of a whole step,"
-        f" and gradients are sums over copies; pass {field} = {without}, or"
-        " replica_slots = 0.",
-      )
     if self.wire is not None:
       quantizers.check_width(what, self.hidden, self.wire)
     arrays.function(what, "activation", self.activation)
@@ -214,10 +197,9 @@ class MoEConfig(NotCopied):
     )
 
 
-_NO_REPLICAS = {"token_chunks": 1, "deterministic": False}
 _CHOICES = {
   "overflow": (None, "error", "drop", "chunk"),
-  "drop_by": (None, "slot", "weight", "fair"),
+  "drop_by": (None, "slot", "fair"),
   "weigh": typing.get_args(Weigh),
   "score": typing.get_args(router.Score),
   "balance": ("batch", "sequence"),
@@ -226,8 +208,8 @@ _CHOICES = {
 
 
 def num_slots(config: MoEConfig, ep_size: int) -> int:
-  """Returns the number of slots of all ranks, for experts and for copies."""
-  return ep_size * (-(-config.num_experts // ep_size) + config.replica_slots)
+  """Returns P * L, the number of expert slots of all ranks."""
+  return ep_size * -(-config.num_experts // ep_size)
 
 
 def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
@@ -237,14 +219,10 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     ValueError: the config does not fit the group; see `ep.MoE`.
   """
   what = f'MoE(layer "{name}")'
-  slots, copies = num_slots(config, group.ep_size), ""
-  if config.replica_slots:
-    copies = f" with replica_slots = {config.replica_slots} needs {slots}"
   arguments.check(
-    group.num_experts == slots
-    or (not config.replica_slots and group.num_experts == config.num_experts),
+    group.num_experts in (config.num_experts, num_slots(config, group.ep_size)),
     what,
-    f"num_experts = {config.num_experts}{copies}, but the group has"
+    f"num_experts = {config.num_experts}, but the group has"
     f" {group.num_experts}; bootstrap a group for this model.",
   )
   arguments.check(
@@ -261,16 +239,11 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     ' backend="xla".',
   )
   _check_axes(what, group, config)
-  most = group.max_tokens_per_rank
-  local = group.num_local_experts - config.replica_slots
-  arguments.check(
-    not config.replica_slots or most is None or most >= local,
-    what,
-    f"max_tokens_per_rank = {most}, but a copy sends a row of each of the"
-    f" {local} experts of a rank; raise it to that at least.",
+  holds_any_routing = (
+    config.capacity_factor is None and group.recv_capacity_per_rank is None
   )
   arguments.check(
-    config.drop_by in (None, "slot") or not _holds_any_routing(config, group),
+    config.drop_by in (None, "slot") or not holds_any_routing,
     what,
     f"drop_by = {config.drop_by!r}, but capacity_factor = None leaves room for"
     " any routing; give a factor, such as 1.25.",
@@ -294,46 +267,11 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     f"token_chunks = {config.token_chunks} splits the tokens of every step, and"
     ' overflow = "chunk" the tokens of a step that does not fit; choose one.',
   )
+  most = group.max_tokens_per_rank
   if most is None:  # the capacity follows the tokens of each chunk
     return layer
   rows = layer.config.rows_for(-(-most // config.token_chunks))
   return layer.replace(recv_capacity_per_rank=rows)
-
-
-def exchange_of(
-  layer: EpLayerConfig, capacity: int | None = None
-) -> EpLayerConfig:
-  """Returns the configuration of one exchange of a layer.
-
-  `capacity` rows must hold any routing; None is the capacity of the layer.
-  """
-  changes: dict[str, Any] = dict(tail="unspecified")
-  if capacity is not None:
-    changes |= dict(
-      recv_capacity_per_rank=capacity, overflow="error", drop_by=None
-    )
-  elif layer.overflow == "chunk":  # chunks run if this exchange drops
-    changes |= dict(overflow="drop", drop_by="slot")
-  return layer.replace(**changes)
-
-
-def capacity_for_mean(
-  config: MoEConfig, layer: EpLayerConfig, num_tokens: int
-) -> int | None:
-  """Returns a capacity for the mean number of rows, or None if it may overflow.
-
-  It suffices for any routing if a rank has at least L slots for copies.
-  """
-  L = layer.num_local_experts - config.replica_slots
-  if config.replica_slots < L or not _holds_any_routing(config, layer.group):
-    return None
-  slots, unit = layer.num_local_experts, layer.alignment
-  rows = max(num_tokens * layer.top_k, slots) + slots * (unit - 1)
-  return min(-(-rows // unit) * unit, layer.capacity_for(num_tokens))
-
-
-def _holds_any_routing(config: MoEConfig, group: EpGroup) -> bool:
-  return config.capacity_factor is None and group.recv_capacity_per_rank is None
 
 
 def _check_axes(op: str, group: EpGroup, config: MoEConfig) -> None:

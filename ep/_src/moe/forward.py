@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import functools
-import math
 from typing import Any
 
 import jax
@@ -20,10 +19,9 @@ from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum
 from ep._src.moe import losses, parameters, router
 from ep._src.moe.chunks import through_experts
-from ep._src.moe.config import capacity_for_mean, MoEConfig
+from ep._src.moe.config import MoEConfig
 from ep._src.moe.experts import SharedExpert
 from ep._src.moe.placement import Placement
-from ep._src.moe.replicas import Replicas
 
 
 def of_rank(
@@ -86,17 +84,11 @@ def of_rank(
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
-  L = layer.num_local_experts - config.replica_slots
+  L = layer.num_local_experts
+  ids = topk_idx
   held = lax.axis_index(layer.group.axis_name) * L + arrays.iota(L)
-  ids, capacity = topk_idx, None
-  if config.replica_slots:
-    capacity = capacity_for_mean(config, layer, math.prod(x.shape[:-1]))
-    replicas = Replicas.of(layer, config, topk_idx, placement)
-    experts = replicas.copied(experts, config.hidden)
-    ids, held = replicas.ids, replicas.experts
-  elif placement is not None:
-    ids = placement.slots_of(topk_idx)
   if placement is not None:
+    ids = placement.slots_of(topk_idx)
     held = jnp.asarray(placement.experts)[held]
   shared = None
   if config.shared_inner:
@@ -110,7 +102,6 @@ def of_rank(
     topk_weights,
     shared=shared,
     token_chunks=config.token_chunks,
-    capacity=capacity,
   )
   if config.tp_axis:
     y = lax.psum(y, config.tp_axis)
@@ -157,8 +148,7 @@ def _checked_choices(
   """Returns expert ids int32 [..., K], or fails on all ranks like `ep_prepare`.
 
   `ep_prepare` itself gets only the slots and the tokens of a chunk. So its
-  errors would name a slot, or a position in the chunk, and it would accept a
-  token that repeats an expert with two copies.
+  errors would name a slot, or a position in the chunk.
 
   Collective over the EP domain; `ids` must vary over its axis. A program that
   cannot call Python returns ids that `ep_prepare` refuses.

@@ -48,8 +48,8 @@ class MoE:
           first = ep.MoE(cfg, mesh, name="first")
           second = ep.MoE(cfg, first.group, name="second")
 
-      The group of P ranks has P * (L + `replica_slots`) experts, where L is E /
-      P, rounded up. Without copies, a group of E experts also serves.
+      The group of P ranks has P * L experts, where L is E / P, rounded up. A
+      group of E experts also serves.
     name: for messages and traces; None is `config.name`.
     **options: options of `ep_bootstrap` for a mesh, such as
       `max_tokens_per_rank` and `backend`. `config` gives `num_experts`, `top_k`
@@ -58,9 +58,8 @@ class MoE:
   Attributes:
     config: the configuration.
     ep_layer: the `EpLayerConfig` of the ops. `config.capacity_factor` gives its
-      capacity. Without a factor, but with enough `config.replica_slots`, the
-      capacity of a call is the mean number of rows. If the group has no
-      `max_tokens_per_rank`, the capacity follows the tokens of each call.
+      capacity. If the group has no `max_tokens_per_rank`, the capacity follows
+      the tokens of each call.
 
   Raises:
     ValueError: the config does not fit the group: another number of experts, a
@@ -108,9 +107,8 @@ class MoE:
 
   @property
   def num_expert_slots(self) -> int:
-    """P * L: the length of the axis of experts, without slots for copies."""
-    copies = self.group.ep_size * self.config.replica_slots
-    return self.group.num_expert_slots - copies
+    """P * L: the length of the axis of experts."""
+    return self.group.num_expert_slots
 
   def init(
     self, key: jax.Array, dtype: DTypeLike = jnp.float32
@@ -198,8 +196,7 @@ class MoE:
         tokens y is 0, and x, even NaN, affects no value and no gradient.
       forced_idx: int32 [..., K] or None, the experts to visit instead of the
         experts of the highest scores, as in `ep.route_topk`. With a placement,
-        empty slots, `replica_slots` or `token_chunks`, a collective of XLA
-        checks the ids.
+        empty slots or `token_chunks`, a collective of XLA checks the ids.
       captured_idx: int [..., K] or None, the experts that an inference engine
         captured, checked like `forced_idx`. Tokens with an id of -1 were not
         captured: they visit the experts that the layer's router chooses.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-import math
 from typing import Any
 
 import jax
@@ -39,23 +38,20 @@ class Placement:
   placement for each layer.
 
   Args:
-    experts: integers [..., V], the expert of each slot; leading axes are
-      layers. Each expert of 0..E-1 has one slot or several copies. The values
-      of a JAX array are not checked: each expert must have one slot. `ep.MoE`
-      takes V = P * L and E = V, where the numbers from its `num_experts` on are
-      empty slots.
+    experts: integers [..., V], the expert of each slot, where V = P * L;
+      leading axes are layers. Each of 0..V-1 has one slot. If P does not divide
+      E, the numbers from E on are empty slots. The values of a JAX array are
+      not checked.
 
   Attributes:
     experts: int32 [..., V], a NumPy array unless a JAX array was given.
-    num_experts: E.
 
   Raises:
-    ValueError: an expert has no slot, or a number is negative.
+    ValueError: an expert has no slot.
     TypeError: the experts are no integers.
   """
 
   experts: np.ndarray | jax.Array
-  num_experts: int
 
   def __init__(self, experts: Sequence[Any] | np.ndarray | jax.Array) -> None:
     what, is_known = "ep.Placement", not isinstance(experts, jax.Array)
@@ -64,41 +60,26 @@ class Placement:
       raise TypeError(
         f"{what}: experts are {array.dtype}, but integers are expected."
       )
+    is_valid = array.size > 0 and array.ndim > 0
+    if is_valid and is_known:
+      is_valid = bool((np.sort(array) == np.arange(array.shape[-1])).all())
     arguments.check(
-      array.size > 0 and array.ndim > 0 and not (is_known and _misses(array)),
+      is_valid,
       what,
       f"experts have shape {array.shape}, but they must be [..., V], the expert"
-      " of each slot, with each of 0..E-1 once or more.",
+      " of each slot, with each of 0..V-1 once.",
     )
     self.experts = array.astype(np.int32)
-    self.num_experts = int(array.max()) + 1 if is_known else array.shape[-1]
 
   @property
   def slots(self) -> np.ndarray | jax.Array:
-    """int32 [..., E], the slot of each expert.
-
-    Raises:
-      ValueError: an expert has several slots.
-    """
-    V, E = self.experts.shape[-1], self.num_experts
-    arguments.check(
-      V == E,
-      "ep.Placement.slots",
-      f"{V} slots hold {E} experts, so an expert has several; slots_of(ids)"
-      " returns one of them for each choice.",
-    )
-    return self._by_expert
-
-  @property
-  def _by_expert(self) -> np.ndarray | jax.Array:
-    """int32 [..., V], the slots sorted by expert."""
-    return self.experts.argsort(axis=-1, stable=True).astype(np.int32)
+    """int32 [..., V], the slot of each expert."""
+    return self.experts.argsort(axis=-1).astype(np.int32)
 
   def slots_of(self, ids: jax.Array) -> jax.Array:
     """Returns the slots of experts, for `ep_prepare` and `ep.moe_layer`.
 
-    The group must have V experts. If an expert has n copies, token t of `ids`
-    visits copy t % n.
+    The group must have V experts.
 
     Args:
       ids: integers [..., K], where -1 is an unused choice. An invalid id
@@ -118,38 +99,30 @@ class Placement:
       f"slots of shape {self.experts.shape} are of several layers; take the"
       " placement of one.",
     )
-    ids, slots = arrays.integers(op, "ids", ids), jnp.asarray(self._by_expert)
-    V, E = slots.size, self.num_experts
-    is_expert, at = (ids >= 0) & (ids < E), ids.clip(0, E - 1)
-    if V > E:
-      held = jnp.asarray(self.experts)[slots]
-      first = jnp.searchsorted(held, jnp.arange(E + 1, dtype=held.dtype))
-      *lead, _ = ids.shape
-      token = jnp.arange(math.prod(lead), dtype=first.dtype).reshape(*lead, 1)
-      at = first[at] + token % jnp.diff(first)[at]
-    others = jnp.where(ids < 0, ids, ids + (V - E))
-    return jnp.where(is_expert, slots.at[at].get(mode="clip"), others)
+    ids, slots = arrays.integers(op, "ids", ids), jnp.asarray(self.slots)
+    is_expert = (ids >= 0) & (ids < slots.size)
+    return jnp.where(is_expert, slots.at[ids].get(mode="clip"), ids)
 
   def __repr__(self) -> str:
     return f"Placement({self.experts!r})"
 
-  def tree_flatten_with_keys(self) -> tuple[Any, int]:
-    """Returns the array with its pytree key, and E as static data."""
-    leaves = [(jax.tree_util.GetAttrKey("experts"), self.experts)]
-    return leaves, self.num_experts
+  def tree_flatten_with_keys(self) -> tuple[Any, None]:
+    """Returns the array with its pytree key; a placement has no static data."""
+    return [(jax.tree_util.GetAttrKey("experts"), self.experts)], None
 
   @classmethod
-  def tree_unflatten(cls, num_experts: int, leaves: Sequence[Any]) -> Placement:
+  def tree_unflatten(cls, static: None, leaves: Sequence[Any]) -> Placement:
     """Returns a placement without checks: leaves may be any objects."""
+    del static
     self = object.__new__(cls)
-    (self.experts,), self.num_experts = leaves, num_experts
+    (self.experts,) = leaves
     return self
 
 
 def check_placement(
-  what: str, name: str, placement: Placement | None, num_experts: int
+  what: str, name: str, placement: Placement | None, num_slots: int
 ) -> None:
-  """Raises unless `placement` is None or has one slot for each expert."""
+  """Raises unless `placement` is None or has `num_slots` slots."""
   if placement is None:
     return
   if not isinstance(placement, Placement):
@@ -159,19 +132,10 @@ def check_placement(
     )
   slots = placement.experts.shape
   arguments.check(
-    slots[-1] == placement.num_experts == num_experts,
+    slots[-1] == num_slots,
     what,
-    f"{name} has slots {slots} and not one for each of {num_experts} experts"
-    " (empty slots count as experts); for copies in each step, pass"
-    " MoEConfig.replica_slots.",
-  )
-
-
-def _misses(experts: np.ndarray) -> bool:
-  """Returns whether a layer lacks one of 0..E-1, or has a negative number."""
-  return int(experts.min()) != 0 or any(
-    np.unique(of_layer).size != int(experts.max()) + 1
-    for of_layer in experts.reshape(-1, experts.shape[-1])
+    f"{name} has slots {slots}, but {num_slots} are expected: one for each"
+    " expert and each empty slot.",
   )
 
 
@@ -224,9 +188,7 @@ def move(
   view = views.View.of(group, op)
   if old is None and new is None:
     return arrays
-  # A group with replica slots counts these slots as experts.
-  sizes = [p.experts.shape[-1] for p in (old, new) if isinstance(p, Placement)]
-  V = min([group.num_expert_slots, *sizes])
+  V = group.num_expert_slots
   for name, placement in dict(old=old, new=new).items():
     check_placement(op, name, placement, V)
 

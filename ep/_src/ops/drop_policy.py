@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which choices get a row if the capacity is too small for all.
+"""Drops choices by "fair" if the capacity is too small for all.
 
-`reference.assign` defines the result by a loop over the choices in the order
-that `drop_by` names. A choice gets a row if its expert has a free row in its
-last block, or if its rank has a free block of `alignment` rows. The code here
-needs no loop: it computes the number of blocks of each expert, its *quota*. The
-first choices of the expert, as many as fit into these blocks, get a row.
+`reference.assign` defines the result by a loop over the choices. A choice gets
+a row if its expert has a free row in its last block, or if its rank has a free
+block of `alignment` rows. The code here needs no loop: it computes the number
+of blocks of each expert, its *quota*. The expert's choices of the largest
+weights, as many as fit into these blocks, get a row.
 
 All ranks of a domain gather all choices and compute the same result.
 `ep_prepare` then passes only the kept choices to the backend. For the order
-"slot", the backend itself drops choices, without this file.
+"slot", the backend itself drops choices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def dropped(
 ) -> np.ndarray:
   """Returns int [N], the number of dropped choices on each of N ranks.
 
-  It gets no weights, so it treats "weight" as "slot". It treats None as "fair".
+  It treats None as "fair".
 
   Args:
     layer: gives the alignment and the policy, but not the capacity.
@@ -40,10 +40,10 @@ def dropped(
     capacity: C, rows of a rank.
   """
   wants, blocks = _blocks(layer, tokens), capacity // layer.alignment
-  if layer.drop_by in (None, "fair"):
-    quota = _quota_fairly(blocks, wants)
-  else:
+  if layer.drop_by == "slot":
     quota = (blocks - _sum_before(wants)).clip(0, wants)
+  else:
+    quota = _quota(blocks, wants)
   lost: np.ndarray = (tokens - quota * layer.alignment).clip(0).sum(axis=1)
   return lost
 
@@ -105,15 +105,6 @@ def _by_weight(weights: jax.Array) -> jax.Array:
   return jnp.where(is_nan, largest, ~ascending)
 
 
-class _Choices(NamedTuple):
-  """Arrays [n] of choices, sorted by expert, then `order`, then `place`."""
-
-  expert: jax.Array  # V for unused choices
-  order: jax.Array
-  place: jax.Array  # the position before sorting
-  row: jax.Array  # index among the expert's rows if nothing were dropped
-
-
 class _Last(NamedTuple):
   """For each expert, the last choice that gets a row, by `order` and `place`.
 
@@ -138,11 +129,7 @@ def _last_kept(
   expert, order, place = lax.sort((experts, order, place), num_keys=3)
   start = jnp.searchsorted(expert, iota(V + 1)).astype(jnp.int32)
   wanted = jnp.diff(start)
-  if layer.rule(is_weighted=True) == "fair":
-    quota = _quota_fairly(blocks, _blocks(layer, wanted).reshape(P, -1))
-  else:
-    row = iota(place.size) - start[expert]
-    quota = _quota_by_weight(layer, blocks, _Choices(expert, order, place, row))
+  quota = _quota(blocks, _blocks(layer, wanted).reshape(P, -1))
   kept = jnp.minimum(wanted, quota.reshape(V) * layer.alignment)
   at = start[:-1] + kept - 1
   least = np.int32(np.iinfo(np.int32).min)
@@ -152,7 +139,7 @@ def _last_kept(
   return last, wanted - kept
 
 
-def _quota_fairly(blocks: int, wants: Any) -> Any:
+def _quota(blocks: int, wants: Any) -> Any:
   """Returns how many of the blocks that it `wants` each expert gets, [P, L].
 
   The definition gives blocks to the experts of a rank round-robin, up to
@@ -178,23 +165,6 @@ def _quota_fairly(blocks: int, wants: Any) -> Any:
   rest = blocks - _sum(quota)
   before = _sum_before(wants_more.astype(np.int32))
   return quota + (wants_more & (before < rest)).astype(np.int32)
-
-
-def _quota_by_weight(
-  layer: LayerConfig, blocks: int, choices: _Choices
-) -> jax.Array:
-  """Gives a rank's blocks to choices in order; counts blocks by expert, [V]."""
-  P, L, V = layer.ep_size, layer.num_local_experts, layer.group.num_expert_slots
-  opens = (choices.row % layer.alignment == 0) & (choices.expert < V)
-  rank = jnp.where(opens, choices.expert // L, P)
-  rank, _, _, expert = lax.sort(
-    (rank, choices.order, choices.place, choices.expert), num_keys=3
-  )
-  start = jnp.searchsorted(rank, iota(P + 1)).astype(jnp.int32)
-  position = iota(rank.size) - start[rank]
-  is_given = (position < blocks) & (rank < P)
-  expert = jnp.where(is_given, expert, V)
-  return jnp.zeros(V, jnp.int32).at[expert].add(1, mode="drop")
 
 
 def _blocks(layer: LayerConfig, rows: Any) -> Any:

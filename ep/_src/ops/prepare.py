@@ -50,8 +50,8 @@ def ep_prepare(
       within a token; -1 is an unused choice. Outside `jax.shard_map` the first
       axis is global, sharded over the data axes and the EP axis.
     topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`. Needed
-      if `layer.drop_by` is "weight" or "fair". If `layer.drop_by` is None, the
-      layer drops choices by "fair" with weights, and by "slot" without.
+      if `layer.drop_by` is "fair". If `layer.drop_by` is None, the layer drops
+      choices by "fair" with weights, and by "slot" without.
       `ep.record` also reads the weights. The handle has no derivative.
 
   Returns:
@@ -88,12 +88,12 @@ def ep_prepare(
   token_shape = view.lead("topk_idx", topk_idx.shape)
   params = layer.op_params(math.prod(token_shape))
   layer.config.check_tokens(op, params.num_tokens)
-  is_ordered = layer.config.rule(topk_weights is not None) != "slot"
+  is_fair = layer.config.drops_fairly
   arguments.check(
-    topk_weights is not None or not is_ordered,
+    topk_weights is not None or not is_fair or layer.drop_by is None,
     op,
-    f'drop_by = "{layer.drop_by}" keeps the choices of the largest weights, but'
-    " topk_weights is None; pass the weights of topk_idx.",
+    'drop_by = "fair" keeps the choices of an expert that have the largest'
+    " weights, but topk_weights is None; pass the weights of topk_idx.",
   )
   if topk_weights is not None:
     topk_weights = lax.stop_gradient(jnp.asarray(topk_weights))
@@ -104,7 +104,7 @@ def ep_prepare(
       f" {topk_idx.shape}; pass a weight for each id.",
     )
     arrays.check_floats(op, "topk_weights", topk_weights)
-  if not (is_ordered or trace_callback.value):
+  if not (is_fair or trace_callback.value):
     topk_weights = None
 
   leaves = view.call(
@@ -125,8 +125,7 @@ def _prepare(
   layer = params.layer
   ids = topk_idx.reshape(params.num_tokens, layer.top_k)
   may_overflow = layer.worst_case(params.num_tokens) > params.capacity
-  is_ordered = layer.rule(is_weighted=True) != "slot"
-  if may_overflow and is_ordered and topk_weights is not None:
+  if may_overflow and layer.drops_fairly and topk_weights is not None:
     weights = topk_weights.reshape(ids.shape)
     leaves = primitives.bind(assigned_prepare_p, params, ids, weights)
   else:

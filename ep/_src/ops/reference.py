@@ -106,8 +106,8 @@ def assign(
   """Returns which choices get a row: bool [P, T, K].
 
   `topk_idx` are NumPy ids [P, T, K], and `weights` float [P, T, K], or None for
-  `drop_by="slot"`. The loop visits the choices in the order that `drop_by`
-  names, and keeps a choice if the rank of its expert has a free row.
+  `drop_by="slot"`. The loop visits the choices in the order of "slot" or
+  "fair", and keeps a choice if the rank of its expert has a free row.
   """
   P = len(topk_idx)
   L = local_experts(num_experts, P)
@@ -123,20 +123,18 @@ def assign(
   def expert(choice: _Choice) -> int:
     return int(topk_idx[choice])
 
-  def lightness(choice: _Choice) -> tuple[bool, float]:
+  def lightness(choice: _Choice) -> tuple[int, bool, float]:
     assert weights is not None
     weight = float(weights[choice])
-    return (True, 0.0) if math.isnan(weight) else (False, -weight)
+    is_nan = math.isnan(weight)
+    return expert(choice), is_nan, 0.0 if is_nan else -weight
 
   def in_order(choices: list[_Choice]) -> list[_Choice]:
     """Sorts choices (rank, token, k) in the order that `drop_by` names."""
     if drop_by == "slot":
       return sorted(choices, key=expert)
-    by_weight = sorted(choices, key=lightness)
-    if drop_by == "weight":
-      return by_weight
     blocks = []  # (index of the block in its expert's segment, choice)
-    for _, own in itertools.groupby(sorted(by_weight, key=expert), expert):
+    for _, own in itertools.groupby(sorted(choices, key=lightness), expert):
       blocks += [(row // alignment, c) for row, c in enumerate(own)]
     return [choice for _, choice in sorted(blocks, key=lambda block: block[0])]
 
