@@ -40,8 +40,7 @@ Running, measuring and debugging:
     plan, place        predict exchange costs on a Cluster; place the experts
     testing            tests of a transport or a layer against the contract
 
-`python -m ep check` prints the usable backends, and `python -m ep stuck` the
-ranks for which a hanging job waits.
+`python -m ep check` prints the usable backends.
 """
 
 import importlib as _importlib

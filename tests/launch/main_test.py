@@ -85,7 +85,7 @@ def test_the_output_is_closed_or_full(command, code, words, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "command", ["", " check", " explain", " launch", " plan", " stuck"]
+  "command", ["", " check", " explain", " launch", " plan"]
 )
 def test_each_command_explains_itself(command, capsys):
   for option, code in ("--help", 0), ("--nope", 2):
@@ -99,4 +99,4 @@ def test_the_help_lists_every_command(capsys):
   with pytest.raises(SystemExit):
     main(["--help"])
   listed = re.findall(r"^(\w+) {2,}[a-z]", capsys.readouterr().out, re.M)
-  assert listed == ["check", "explain", "launch", "plan", "stuck"]
+  assert listed == ["check", "explain", "launch", "plan"]

@@ -24,7 +24,6 @@ TOOLS = [
   {"check"},
   {"debug", "planning"},
   {"collectives", "huggingface", "records", "snapshots", "trace", "watch"},
-  {"stuck"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands still for several causes: stalls.py FOLDER CAUSE...
+"""Stands still for several causes: stalls.py FOLDER PROGRAM CAUSE...
 
-Steps are a plain `psum`; with the cause "exchanging", they are an op of ep.
-
-The last process stands still until the test makes the file FOLDER/CAUSE. After
-the last cause, the processes run steps without end.
+Each step runs PROGRAM: a plain `psum`, or an `op` of ep. For each cause, the
+last process stands still until the test makes the file FOLDER/CAUSE, and the
+other process waits in PROGRAM. Then the processes run steps without end.
 """
 
 import os
@@ -21,7 +20,7 @@ import conftest  # makes this process a rank
 import ep
 from groups import layer
 
-STALL_S = 2.0
+STALL_S = 1.0
 IS_LATE = jax.process_index() == jax.process_count() - 1
 
 
@@ -31,10 +30,6 @@ def load_batch(go):
 
 
 def sleeping(go):
-  load_batch(go)
-
-
-def exchanging(go):
   load_batch(go)
 
 
@@ -58,15 +53,13 @@ def raising(go):
     load_batch(go)
 
 
-def stopped(go):
-  (go.parent / "pid").write_text(str(os.getpid()))
+def stopped(_):
   os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def main(folder, *causes):
+def psum():
   mesh = conftest.make_mesh({"x": jax.device_count()})
   shard = conftest.PartitionSpec("x")
-  x = conftest.to_global(np.ones(mesh.size, np.float32), mesh, shard)
   total = jax.jit(
     jax.shard_map(
       lambda x: jax.lax.psum(x, "x"),
@@ -75,29 +68,40 @@ def main(folder, *causes):
       out_specs=conftest.PartitionSpec(),
     )
   )
+  x = conftest.to_global(np.ones(mesh.size, np.float32), mesh, shard)
+  return lambda: total(x)
 
+
+def op():
   config = layer()
   case = Case(config)
   prepare = jax.jit(lambda topk_idx: ep.ep_prepare(config, topk_idx))
-  routing = case.put(case.topk_idx)
+  topk_idx = case.put(case.topk_idx)
+  return lambda: prepare(topk_idx)
 
-  def step(cause=""):
+
+def main(folder, program, *causes):
+  run = globals()[program]()
+
+  def step():
     with ep.watch.step("train") as launched:
-      is_op = cause == "exchanging"
-      results = launched(prepare(routing) if is_op else total(x))
-      jax.block_until_ready(results)
+      jax.block_until_ready(launched(run()))
 
+  step()  # compiles
   for cause in causes:
     with ep.watch(stall_s=STALL_S):
-      step(cause)
-      step(cause)
+      step()
+      step()
       if IS_LATE:
         globals()[cause](pathlib.Path(folder) / cause)
-      step(cause)
-  with ep.watch(stall_s=STALL_S, exit_after_s=5):
-    while True:
       step()
-      print("stepped", flush=True)
+  with ep.watch(stall_s=STALL_S, exit_after_s=5):
+    try:
+      while True:
+        step()
+        print("stepped", flush=True)
+    except jax.errors.JaxRuntimeError:  # the other process ended
+      time.sleep(600)
 
 
 main(*sys.argv[1:])

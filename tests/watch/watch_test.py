@@ -8,7 +8,9 @@ import contextlib
 import os
 import pathlib
 import re
+import signal
 import subprocess
+import sys
 import time
 
 import hosts
@@ -17,69 +19,77 @@ import pytest
 import programs
 
 _PROGRAM = pathlib.Path(__file__).with_name("stalls.py")
-_CAUSES = ["sleeping", "exchanging", "evaluating", "raising", "stopped"]
 _LIMIT_S = 120
+# By cause: what the report of both processes says of process 1.
+_CAUSES = {
+  "sleeping": r'has not begun step 2; finished step 1 \("train"\), for \d+ s\.'
+  r' Python:\n    File "[^"]*stalls.py", line \d+ in load_batch\n'
+  r'    File "[^"]*stalls.py", line \d+ in sleeping\n',
+  "evaluating": r'(began|launched) step 2 \("evaluate"\), .*evaluating',
+  "raising": r"raised KeyError: 'shard 7' in step 2 \(\"train\"\), and began"
+  " none since.* in raising",
+}
 
 
 class Job:
-  """Two processes that stand still for each of `_CAUSES`."""
+  """Two processes that stand still for several causes."""
 
-  def __init__(self, folder, machines):
+  def __init__(self, folder, machines, program):
     self.machines, self.folder = machines, folder
     self._seen = [0, 0]
-    address = machines[0].address if machines else "127.0.0.1"
-    self.logs = []
-    self.launchers = []
-    count = max(len(machines), 1)
-    backend = "xla" if machines else "host"
-    for host in range(count):
-      logs = folder / f"logs_{host}"
-      self.logs += [
-        logs / f"rank_{rank}.log" for rank in ([host] if machines else [0, 1])
-      ]
-      flags = [f"--num_processes={2 // count}", "--devices_per_process=2"]
-      flags += [f"--timeout={3 * _LIMIT_S}", f"--log_dir={logs}"]
-      if machines:
-        flags += [f"--num_hosts={count}", f"--host_id={host}"]
-        flags += [f"--coordinator={address}:1234"]
-      options = dict(env={"EP_TEST_BACKEND": backend})
-      options["start"] = machines[host].start if machines else subprocess.Popen
-      with (folder / f"output_{host}").open("wb") as file:
-        options |= dict(stdout=file, stderr=file)
-        argv = [*flags, _PROGRAM, folder, *_CAUSES]
-        self.launchers.append(programs.start_launcher(*argv, **options))
+    self.processes = []
+    self.logs = [folder / "0.log", folder / "1.log"]
+    address = programs.free_address()
+    if machines:
+      address = f"{machines[0].address}:1234"
+    argv = [sys.executable, _PROGRAM, folder, program, *_CAUSES, "stopped"]
+    for index, log in enumerate(self.logs):
+      start = machines[index].start if machines else subprocess.Popen
+      env = programs.environment(
+        EP_TEST_BACKEND="xla" if machines else "host",
+        JAX_COORDINATOR_ADDRESS=address,
+        JAX_NUM_PROCESSES="2",
+        JAX_PROCESS_ID=str(index),
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+      )
+      with log.open("wb") as file:
+        process = start(
+          [str(word) for word in argv], env=env, stdout=file, stderr=file
+        )
+        self.processes.append(process)
 
-  def read(self, process, *patterns):
+  def read(self, index, *patterns):
     """Waits until the new part of a log matches all patterns; returns it."""
     deadline = time.monotonic() + _LIMIT_S
-    log = self.logs[process]
     while True:
       is_last = time.monotonic() > deadline
-      text = log.read_text() if log.exists() else ""
-      new = text[self._seen[process] :]
+      text = self.logs[index].read_text()
+      new = text[self._seen[index] :]
       if all(re.search(pattern, new, re.DOTALL) for pattern in patterns):
-        self._seen[process] = len(text)
+        self._seen[index] = len(text)
         return new
       assert not is_last, (patterns, new)
       time.sleep(0.1)
 
-  def go_on(self, cause):
-    (self.folder / cause).touch()
-
   def close(self):
-    for launcher in self.launchers:
-      launcher.terminate()
-      launcher.wait()
+    for process in self.processes:
+      process.kill()
+      process.wait()
 
 
-@pytest.fixture(scope="module", params=["one host", "two hosts"])
+@pytest.fixture(
+  scope="module",
+  params=[("one host", "psum"), ("one host", "op"), ("two hosts", "psum")],
+  ids=", ".join,
+)
 def job(request, tmp_path_factory):
+  where, program = request.param
   with contextlib.ExitStack() as stack:
     machines = ()
-    if request.param == "two hosts":
+    if where == "two hosts":
       machines = stack.enter_context(hosts.two_hosts())
-    folder = tmp_path_factory.mktemp("job")
-    yield stack.enter_context(contextlib.closing(Job(folder, machines)))
+    new = Job(tmp_path_factory.mktemp("job"), machines, program)
+    yield stack.enter_context(contextlib.closing(new))
 
 
 def process(job, index):
@@ -94,39 +104,14 @@ def waits(job):
   return process(job, 0) + what + stack
 
 
-def test_a_sleeping_process_is_named(job):
-  last = 'has not begun step 2; finished step 1 ("train")'
-  patterns = [
-    r"stands still for \d+ s\. Step 2 is the first",
-    process(job, 1) + re.escape(last) + r", for \d+ s\. Python:\n"
-    r'    File "[^"]*stalls.py", line \d+ in load_batch\n'
-    r'    File "[^"]*stalls.py", line \d+ in sleeping\n',
-    waits(job),
-  ]
+@pytest.mark.parametrize("cause, what", _CAUSES.items(), ids=list(_CAUSES))
+def test_a_process_that_is_elsewhere_is_named(job, cause, what):
+  """It sleeps, runs another program, or its step raised an error."""
+  first = r"stands still for \d+ s\. Step 2 is the first"
   for index in range(2):
-    assert job.read(index, *patterns).count("Step 2 is") == 1
-  job.go_on("sleeping")
-
-
-@pytest.mark.parametrize(
-  "cause, what",
-  [
-    ("exchanging", "has not begun step 2;.* in exchanging"),
-    (
-      "evaluating",
-      r'(began|launched) step 2 \("evaluate"\), .*evaluating',
-    ),
-    (
-      "raising",
-      r"raised KeyError: 'shard 7' in step 2 \(\"train\"\).* in raising",
-    ),
-  ],
-)
-def test_a_process_that_does_something_else_is_named(job, cause, what):
-  """It waits in an op or in another program, or its step raised an error."""
-  for index in range(2):
-    job.read(index, process(job, 1) + what, waits(job))
-  job.go_on(cause)
+    text = job.read(index, first, process(job, 1) + what, waits(job))
+    assert text.count("Step 2 is") == 1
+  (job.folder / cause).touch()
 
 
 def test_a_stopped_process_is_named(job):
@@ -134,17 +119,21 @@ def test_a_stopped_process_is_named(job):
   what = "is silent: " if job.machines else r"is stopped, by SIGSTOP .*-CONT"
   patterns = process(job, 1) + what + ".* Its last record: "
   job.read(0, patterns, waits(job))
-  pid = (job.folder / "pid").read_text()
-  start = job.machines[1].start if job.machines else subprocess.Popen
-  assert start(["kill", "-CONT", pid]).wait() == 0
+  # nsenter(1), which runs the process on another host, stops and goes on with
+  # its process.
+  job.processes[1].send_signal(signal.SIGCONT)
 
 
-def test_a_lost_host_is_named(job):
-  if not job.machines:
-    pytest.skip("one host")
+def test_an_ended_process_or_a_lost_host_is_named(job):
   for index in range(2):
     job.read(index, "stepped")
-  job.machines[0].pull_the_cable()
-  job.read(0, process(job, 1) + "is silent: its host or network is gone")
-  job.read(1, "The job's key-value store has not answered for")
-  assert [launcher.wait(_LIMIT_S) for launcher in job.launchers] == [70, 70]
+  if job.machines:
+    job.machines[0].pull_the_cable()
+    job.read(0, process(job, 1) + "is silent: its host or network is gone")
+    job.read(1, "The job's key-value store has not answered for")
+    assert [p.wait(_LIMIT_S) for p in job.processes] == [70, 70]
+  else:
+    job.processes[1].kill()
+    raised = process(job, 0) + r'raised JaxRuntimeError: .* \("train"\)'
+    job.read(0, process(job, 1) + r"is dead\. Its last record: ", raised)
+    assert job.processes[0].wait(_LIMIT_S) == 70

@@ -33,7 +33,7 @@ from ep._src.base.backend import (
   open_connections,
 )
 from ep._src.base.config import GroupConfig, LayerConfig
-from ep._src.group import agreement, ending, stacks
+from ep._src.group import agreement, ending
 from ep._src.group.group import check_group, EpGroup
 from ep._src.native.connection import close_released, released
 
@@ -96,7 +96,6 @@ def _connect(group: GroupConfig) -> EpGroup:
     domains = meshes.domains(group.mesh, group.axis_name)
     if note := device_kernels.note(domains):
       _logger.info('group "%s": %s', group.name, note)
-  stacks.offer()
   if folder := os.environ.get("EP_TRACE"):
     _trace(connection, pathlib.Path(folder))
   connected = EpGroup(connection)

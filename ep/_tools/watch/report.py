@@ -7,18 +7,16 @@ import collections
 from collections.abc import Collection, Iterator, Mapping
 import itertools
 
-from ep._tools.stuck import printable
 from ep._tools.watch.sharing import Record
 
-_MAX_NAMES = 8  # hosts, or process ids
+_MAX_NAMES = 8  # of hosts, or process ids
 
 
 def report(
   me: int,
   count: int,
   records: Mapping[int, Record],
-  silent: Mapping[int, float],
-  states: Mapping[int, str],
+  silent: Mapping[int, tuple[float, str]],
   fault: str,
 ) -> Iterator[str]:
   """Yields the lines of the report of process `me` of `count`.
@@ -27,8 +25,8 @@ def report(
     me: this process.
     count: the number of processes of the job.
     records: the known states of processes, `me` included.
-    silent: seconds for which a process has published nothing.
-    states: the states of processes of this host, see `liveness.states`.
+    silent: for a process that publishes no record any more: for how many
+      seconds, and its state, see `liveness.states`.
     fault: why the job's store cannot be used, or "".
   """
   # The last record of a silent process is old, but `me` is not silent.
@@ -42,14 +40,16 @@ def report(
   for process, record in records.items():
     order, what = _progress(record, step)
     if process in silent:
-      order, what = -1, _silence(record, states.get(process, ""))
+      order, what = -1, _silence(record, silent[process][1])
     groups[order, what, record.stack].append(process)
   for (_, what, stack), found in sorted(groups.items()):
-    still_s = max(silent.get(p, records[p].still_s) for p in found)
+    still_s = max(
+      silent[p][0] if p in silent else records[p].still_s for p in found
+    )
     where = _where([records[p] for p in found])
     calls = " Python:" if stack else ""
     yield f"  {_names(found)} ({where}): {what}, for {still_s:.0f} s.{calls}"
-    yield from (f"    {printable(line)}" for line in stack.splitlines())
+    yield from (f"    {_printable(line)}" for line in stack.splitlines())
   if fault:
     yield (
       f"  The job's key-value store {fault}. The coordinator of jax.distributed"
@@ -58,22 +58,12 @@ def report(
     )
   if unknown := [p for p in range(count) if p not in records]:
     yield f"  {_names(unknown)}: unknown; no record of ep.watch."
-  errors: dict[str, list[Record]] = collections.defaultdict(list)
-  for process, record in records.items():
-    if process not in silent:
-      errors[record.devices].append(record)
-  for text, found_records in sorted(errors.items()):
-    if not text:
-      yield f"  Devices of {_hosts(found_records)}: no error."
-      continue
-    yield f"  Devices of {_hosts(found_records)}:"
-    yield from (f"    {printable(line)}" for line in text.splitlines())
 
 
 def _progress(record: Record, step: int) -> tuple[int, str]:
   """Returns a position in the report, and a state relative to `step`."""
-  raised, last = printable(record.raised), f"step {record.begun - 1}"
-  last += f' ("{printable(record.name)}")' if record.name else ""
+  raised, last = _printable(record.raised), f"step {record.begun - 1}"
+  last += f' ("{_printable(record.name)}")' if record.name else ""
   if record.has_left:
     why = f" by {raised}" if raised else ""
     return 1, f"left ep.watch{why}, after {record.begun} steps"
@@ -113,11 +103,15 @@ def _names(found: Collection[int]) -> str:
 
 
 def _where(records: list[Record]) -> str:
-  pids = [str(record.pid) for record in records]
-  ids = ", ".join(pids[:_MAX_NAMES]) + (", ..." * (len(pids) > _MAX_NAMES))
-  return f"{_hosts(records)}, pid {ids}"
+  hosts = sorted({_printable(record.host) for record in records})
+  return f"{_first(hosts)}, pid {_first([str(r.pid) for r in records])}"
 
 
-def _hosts(records: list[Record]) -> str:
-  hosts = sorted({printable(record.host) for record in records})
-  return ", ".join(hosts[:_MAX_NAMES]) + (", ..." * (len(hosts) > _MAX_NAMES))
+def _first(names: list[str]) -> str:
+  others = ", ..." if len(names) > _MAX_NAMES else ""
+  return ", ".join(names[:_MAX_NAMES]) + others
+
+
+def _printable(text: str) -> str:
+  """Replaces control characters, which could control the user's terminal."""
+  return "".join(c if c.isprintable() else "?" for c in text)

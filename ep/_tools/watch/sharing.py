@@ -36,7 +36,6 @@ class Record:
   raised: str  # the error that ended the last step, or ""
   has_left: bool  # the process left the context
   stack: str  # of Python, the latest call first
-  devices: str  # errors, once the process stands still
 
 
 class Sharing:
@@ -51,8 +50,8 @@ class Sharing:
 
   def __init__(self, record: Callable[[], Record], beat_s: float):
     self.records: dict[int, Record] = {}
-    self.silent: dict[int, float] = {}  # seconds without a new record
-    self.states: dict[int, str] = {}  # see liveness.states
+    # Processes without new records: since how many seconds, and their states.
+    self.silent: dict[int, tuple[float, str]] = {}
     self.is_reading = False
     self.silent_s = max(_SILENT_BEATS * beat_s, _SILENT_S)
     self._record, self._beat_s = record, beat_s
@@ -112,6 +111,7 @@ class Sharing:
       int(key.rpartition("/")[2]): Record(**json.loads(text))
       for key, text in found
     }
+    states = liveness.states(self._client)
     now, silent = time.monotonic(), {}
     for process, record in records.items():
       before = self.records.get(process)
@@ -120,6 +120,6 @@ class Sharing:
       missing_s = now - self._came[process]
       if missing_s > self.silent_s and not record.has_left:
         # The clocks of two hosts may differ.
-        silent[process] = max(missing_s, time.time() - record.time)
-    self.states = liveness.states(self._client)
+        missing_s = max(missing_s, time.time() - record.time)
+        silent[process] = missing_s, states.get(process, "")
     self.records, self.silent = records, silent

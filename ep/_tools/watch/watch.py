@@ -18,8 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 
 from ep._src.base import arguments, compat
-from ep._src.group import ending, stacks
-from ep._tools.watch import devices
+from ep._src.group import ending
 from ep._tools.watch.report import report
 from ep._tools.watch.sharing import Record, Sharing
 
@@ -27,7 +26,6 @@ _EXIT_CODE = 70  # as in ep_ffi
 _MAX_BEAT_S, _MAX_POLL_S = 5.0, 0.25
 _MAX_CALLS = 12  # of a stack
 _OUTPUT_S = 1.0  # limit for output
-_NO_ANSWER = "the kernel log or a driver does not answer"
 _Tree = TypeVar("_Tree")
 
 
@@ -43,9 +41,6 @@ class watch:  # noqa: N801 - used like a function
   prints one report to stderr: which processes have not begun the step, which
   launched it and did not finish it, since when, on which hosts, and their
   Python stacks. The report says if a process is stopped, dead or out of reach.
-  It also has errors of devices: the kernel log, NVLink counters and the log of
-  libtpu, as far as a process may read them. If they have no error, look for the
-  cause in software.
 
   Works with all programs and platforms, also without a group of ep. All
   processes run the same steps in the context, and each process runs its steps
@@ -74,8 +69,7 @@ class watch:  # noqa: N801 - used like a function
   def __enter__(self) -> watch:
     if watch._current:
       raise RuntimeError("ep.watch: this process is watched already.")
-    stacks.offer()
-    self._steps, self._has_left, self._devices = _Steps(), False, ""
+    self._steps, self._has_left = _Steps(), False
     self._host = socket.gethostname()
     self._beat_s = min(self._stall_s / 8, _MAX_BEAT_S)
     self._sharing = Sharing(self._record, self._beat_s)
@@ -128,12 +122,10 @@ class watch:  # noqa: N801 - used like a function
       raised=steps.raised,
       has_left=self._has_left,
       stack="" if self._has_left else _stack(steps.thread),
-      devices=self._devices,
     )
 
   def _look(self) -> None:
     """Runs in a thread: finds that the process stands still."""
-    began = time.monotonic()
     report_at, is_told = math.inf, False
     while not self._stop.wait(min(_MAX_POLL_S, self._beat_s)):
       self._steps.poll()
@@ -145,9 +137,6 @@ class watch:  # noqa: N801 - used like a function
         report_at, is_told = math.inf, False
         self._sharing.is_reading = False
       elif not self._sharing.is_reading:
-        threading.Thread(
-          target=self._read_devices, args=(began,), daemon=True
-        ).start()
         self._sharing.is_reading = True
         # Then a process without a new record is silent.
         report_at = now + self._sharing.silent_s + 2 * self._beat_s
@@ -162,11 +151,6 @@ class watch:  # noqa: N801 - used like a function
         _within_limit(ending.exit_now, _EXIT_CODE)
         os._exit(_EXIT_CODE)  # without the output that blocks
 
-  def _read_devices(self, since: float) -> None:
-    """Runs in a thread: the kernel cannot kill a process in a broken driver."""
-    self._devices = _NO_ANSWER
-    self._devices = devices.errors(since)
-
   def _report(self) -> Iterator[str]:
     sharing = self._sharing
     return report(
@@ -174,7 +158,6 @@ class watch:  # noqa: N801 - used like a function
       compat.distributed_count(),
       sharing.records | {sharing.me: self._record()},
       sharing.silent,
-      sharing.states,
       sharing.fault(),
     )
 
@@ -234,26 +217,23 @@ class _Steps:
   def poll(self) -> None:
     """Counts finished steps."""
     with self._lock:
-      self._poll()
-
-  def _poll(self) -> None:
-    ended = self._ended  # before `_new`, to which a block appends earlier
-    while self._new:
-      self._pending.append(self._new.popleft())
-    ready = 0
-    for i, (_, array) in enumerate(self._pending):
-      if not _is_donated(array):
-        if not _is_ready(array):
-          break
-        ready = i + 1
-    del self._pending[:ready]
-    # A donated array tells nothing, but it delays the number of finished steps
-    # until a later array is ready.
-    later = [x for x in self._pending[1:] if not _is_donated(x[1])]
-    self._pending[1:] = later
-    finished = min([ended, *(number for number, _ in self._pending)])
-    if finished != self.finished:
-      self.finished, self.changed = finished, time.monotonic()
+      ended = self._ended  # before `_new`, to which a block appends earlier
+      while self._new:
+        self._pending.append(self._new.popleft())
+      ready = 0
+      for i, (_, array) in enumerate(self._pending):
+        if not array.is_deleted():
+          if not _is_ready(array):
+            break
+          ready = i + 1
+      del self._pending[:ready]
+      # A donated array tells nothing, but it delays the number of finished
+      # steps until a later array is ready.
+      later = [x for x in self._pending[1:] if not x[1].is_deleted()]
+      self._pending[1:] = later
+      finished = min([ended, *(number for number, _ in self._pending)])
+      if finished != self.finished:
+        self.finished, self.changed = finished, time.monotonic()
 
 
 def _within_limit(act: Callable[..., Any], *args: Any) -> None:
@@ -261,10 +241,6 @@ def _within_limit(act: Callable[..., Any], *args: Any) -> None:
   thread = threading.Thread(target=act, args=args, daemon=True)
   thread.start()
   thread.join(_OUTPUT_S)
-
-
-def _is_donated(array: Any) -> bool:
-  return bool(array.is_deleted())
 
 
 def _is_ready(array: Any) -> bool:

@@ -31,19 +31,12 @@ void Stage(const Contribution& c, std::byte* segment) {
   copy(second, c.arrays.second, c.signature[Signature::kSecondBytes]);
 }
 
-// Returns the maximum size, in bytes, of Progress: a few op names per rank.
-size_t MaxProgressBytes(size_t num_ranks) {
-  return (size_t{64} << 10) + 1024 * num_ranks;
-}
-
 }  // namespace
 
 Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
     : options_(std::move(options)),
       pending_(peers->topology().ep_size),
       last_posts_(peers->topology().members.size()),
-      began_at_(Now()),
-      progress_(MaxProgressBytes(peers->topology().members.size())),
       peers_(std::move(peers)) {
   for (int32_t d = 0; d < topology().num_domains(); ++d) {
     readers_of_domain_.push_back(topology().OtherProcesses(d));
@@ -54,10 +47,6 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
                                              std::unique_ptr<Peers> peers) {
   std::shared_ptr<Exchanges> self(
       new Exchanges(std::move(options), std::move(peers)));
-  {
-    MutexLock lock(self->mutex_);
-    self->Publish();
-  }
   // A raw pointer suffices: ~Exchanges joins the thread of the callbacks.
   Exchanges* e = self.get();
   e->peers_->Start(
@@ -180,7 +169,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
 void Exchanges::Note(int32_t domain, int32_t rank, const PostedOp& op) {
   MutexLock lock(mutex_);
   if (topology().is_local(domain, rank)) launches_.Reach(op.launch);
-  last_posts_[domain * topology().ep_size + rank] = {op, Now()};
+  last_posts_[domain * topology().ep_size + rank] = op;
 }
 
 Status Exchanges::Add(const Key& key, int32_t rank, Part part,
@@ -197,13 +186,6 @@ Status Exchanges::Add(const Key& key, int32_t rank, Part part,
   }
   waiting_.erase(key.domain * topology().ep_size + rank);
   *complete = pending_.Add(key, rank, std::move(part));
-  if (*complete) {
-    const double now = Now();
-    for (int32_t r = 0; r < topology().ep_size; ++r) {
-      auto& last = last_posts_[key.domain * topology().ep_size + r];
-      if (last) last->at = now;
-    }
-  }
   return Status();
 }
 
@@ -457,12 +439,6 @@ void Exchanges::OnLeave(int32_t process, bool is_orderly,
   });
 }
 
-void Exchanges::Publish() {
-  progress_.Write(Progress(topology(), options_.group_name,
-                           pending_.FindBegunBy(Now()), last_posts_, began_at_,
-                           progress_.max_bytes()));
-}
-
 void Exchanges::OnTick() {
   std::vector<std::pair<Key, Status>> late;
   std::string warning;
@@ -475,7 +451,6 @@ void Exchanges::OnTick() {
     }
     const double now = Now();
     const double timeout_s = options_.timeout_s;
-    Publish();
     for (const Exchange* e : pending_.FindBegunBy(now - timeout_s / 3)) {
       // Warn only in the process of the first rank that has posted.
       if (has_warned_ || !e->FirstPost().done) continue;

@@ -47,7 +47,6 @@
 #include "ep_ffi/backends/host/engine/workers.h"
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/peers.h"
-#include "ep_ffi/backends/host/transport/shared_text.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
@@ -169,10 +168,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void FailPending(const Status& reason, Match match) EP_EXCLUDES(mutex_);
   void OnLeave(int32_t process, bool is_orderly, const std::string& its_reason)
       EP_EXCLUDES(mutex_);
-  // Writes the state of the group to shared memory, for `python -m ep stuck`.
-  void Publish() EP_REQUIRES(mutex_);
-  // Publishes the state, fails exchanges that lack posts after timeout_s, and
-  // warns once of an exchange that lacks posts after timeout_s / 3.
+  // Fails exchanges that lack posts after timeout_s, and warns once of an
+  // exchange that lacks posts after timeout_s / 3.
   //
   // Terminates the process `exit_after_s` seconds after a run of the group has
   // failed, if the process has neither closed the group nor run another op on
@@ -198,8 +195,6 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   std::map<uint64_t, std::vector<std::function<void()>>> deferred_
       EP_GUARDED_BY(mutex_);
 
-  const double began_at_;
-  SharedText progress_ EP_GUARDED_BY(mutex_);
   Trace trace_;
   Workers workers_;
   const std::unique_ptr<Peers> peers_;

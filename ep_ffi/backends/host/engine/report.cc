@@ -1,14 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/host/engine/report.h"
 
-#include <unistd.h>
-
-#include <algorithm>
-#include <set>
-
-#include "ep_ffi/core/clock.h"
-#include "ep_ffi/core/json.h"
-
 namespace ep::host {
 namespace {
 
@@ -39,7 +31,7 @@ Wait WhoWaits(const Topology& topology, const Exchange& exchange,
       continue;
     }
     const auto& last = last_posts[domain * topology.ep_size + r];
-    const std::string last_op = last ? last->op.FullName() : "";
+    const std::string last_op = last ? last->FullName() : "";
     Append(&wait.missing, rank + (last ? " whose last op was " + last_op
                                        : " that has run no op yet"));
     wait.is_for_same_op |= last_op == wait.op;
@@ -104,66 +96,13 @@ Status Late(const Topology& topology, const Exchange& exchange,
              "wait for results now and then (jax.block_until_ready)"));
 }
 
-std::string Progress(const Topology& topology, const std::string& group_name,
-                     const std::vector<const Exchange*>& pending,
-                     const LastPosts& last_posts, double since,
-                     size_t max_bytes) {
-  std::vector<std::string> waits, others;
-  std::set<size_t> waiting;  // indices into topology.members
-  for (const Exchange* e : pending) {
-    const Wait wait = WhoWaits(topology, *e, last_posts);
-    waits.push_back(StrCat("{\"op\":", Quoted(wait.op),
-                           ",\"waiting\":", Quoted(wait.waiting),
-                           ",\"missing\":", Quoted(wait.missing),
-                           ",\"since\":", Seconds(e->began_at), "}"));
-    for (int32_t r = 0; r < topology.ep_size; ++r) {
-      if (e->parts[r].is_posted) {
-        waiting.insert(e->key.domain * topology.ep_size + r);
-      }
-    }
-  }
-  for (size_t i = 0; i < last_posts.size(); ++i) {
-    const auto& last = last_posts[i];
-    if (topology.members[i].process != topology.process || waiting.count(i)) {
-      continue;
-    }
-    others.push_back(
-        StrCat("{\"rank\":", Quoted(topology.MemberName(i)),
-               ",\"last\":", Quoted(last ? last->op.FullName() : ""),
-               ",\"since\":", Seconds(last ? last->at : since), "}"));
-  }
-  const std::string begin =
-      StrCat("{\"pid\":", getpid(), ",\"time\":", Seconds(Now()),
-             ",\"group\":", Quoted(group_name),
-             ",\"job\":", Quoted(topology.processes[0].address),
-             ",\"process\":", topology.processes[topology.process].id);
-  size_t room = max_bytes - std::min(max_bytes, begin.size() + 64);
-  int64_t left_out = 0;
-  const auto list = [&](const std::vector<std::string>& items) {
-    std::vector<std::string> fitting;
-    for (const std::string& item : items) {
-      if (item.size() + 1 > room) {
-        ++left_out;
-        continue;
-      }
-      room -= item.size() + 1;
-      fitting.push_back(item);
-    }
-    return List(fitting, [](const std::string& item) { return item; });
-  };
-  // Two statements fix the order: `list(waits)` uses up `room` first.
-  const std::string of_waits = list(waits), of_others = list(others);
-  return StrCat(begin, ",\"waits\":", of_waits, ",\"others\":", of_others,
-                ",\"left_out\":", left_out, "}");
-}
-
 Status Missed(const Topology& topology, const LastPosts& last_posts,
               const Launches& launches) {
   for (size_t i = 0; i < last_posts.size(); ++i) {
     const auto& last = last_posts[i];
-    if (!last || launches.HasReached(last->op.launch)) continue;
+    if (!last || launches.HasReached(last->launch)) continue;
     return Status(Code::kFailedPrecondition,
-                  StrCat(topology.MemberName(i), " ran ", last->op.FullName(),
+                  StrCat(topology.MemberName(i), " ran ", last->FullName(),
                          ", which ", topology.ProcessName(topology.process),
                          " has not run; every rank must run the same program, "
                          "equally often"));

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Texts about exchanges. Each function except Slow and Progress returns an
-// error that names the expected state, the actual state, and a remedy.
+// Texts about exchanges. Each function except Slow returns an error that names
+// the expected state, the actual state, and a remedy.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_REPORT_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_REPORT_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -19,14 +18,8 @@
 
 namespace ep::host {
 
-// The latest post of a member of the topology.
-struct LastPost {
-  PostedOp op;
-  double at;  // time (see Now) of the post or of the end of the exchange
-};
-
 // By member of the topology: the latest post, or none before the first op.
-using LastPosts = std::vector<std::optional<LastPost>>;
+using LastPosts = std::vector<std::optional<PostedOp>>;
 
 // Returns the error of an op that fails on a rank for `reason`.
 Status FailedOnRank(const std::string& op_name, const std::string& rank_name,
@@ -42,14 +35,6 @@ std::string Slow(const Topology& topology, const Exchange& exchange,
 // Returns the error of an exchange that lacks posts after timeout_s.
 Status Late(const Topology& topology, const Exchange& exchange,
             const LastPosts& last_posts, double timeout_s);
-
-// Returns the state of the group as JSON, for `python -m ep stuck`. Leaves out
-// entries to stay within `max_bytes`. Times are from Now; `since` is the time
-// when the group was created.
-std::string Progress(const Topology& topology, const std::string& group_name,
-                     const std::vector<const Exchange*>& pending,
-                     const LastPosts& last_posts, double since,
-                     size_t max_bytes);
 
 // Fails if a peer has posted an op that this process has not run.
 Status Missed(const Topology& topology, const LastPosts& last_posts,

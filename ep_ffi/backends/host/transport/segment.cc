@@ -26,9 +26,9 @@ Mapping::~Mapping() {
   if (data_) munmap(data_, bytes_);
 }
 
-Status Mapping::Create(const char* name, size_t bytes, Mapping* out,
-                       Fd* out_fd) {
-  Fd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+Status Mapping::Create(size_t bytes, Mapping* out, Fd* out_fd) {
+  // The name appears in /proc.
+  Fd fd(memfd_create("ep_ffi", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   void* data = MAP_FAILED;
   if (fd.get() >= 0 && fchmod(fd.get(), 0600) == 0 &&
       ftruncate(fd.get(), bytes) == 0) {
@@ -81,7 +81,7 @@ Status SegmentPool::Acquire(size_t bytes, const std::vector<int32_t>& readers,
   size_t size = kSmallest;
   while (size < bytes) size *= 2;
   auto segment = std::make_unique<Segment>();
-  EP_RETURN_IF_ERROR(Mapping::Create("ep_ffi", size, &segment->memory, new_fd));
+  EP_RETURN_IF_ERROR(Mapping::Create(size, &segment->memory, new_fd));
   segment->id = segments_.size();
   segment->readers = readers;
   *out = segment.get();

@@ -41,9 +41,8 @@ class Mapping {
   ~Mapping();
 
   // Creates anonymous memory of a sealed size that only this process can map
-  // for writing. `name` appears in /proc.
-  static Status Create(const char* name, size_t bytes, Mapping* out,
-                       Fd* out_fd);
+  // for writing.
+  static Status Create(size_t bytes, Mapping* out, Fd* out_fd);
 
   // Maps a peer's segment for reading. Fails unless the peer sealed its size.
   static Status OpenPeer(const Fd& fd, Mapping* out);
