@@ -24,10 +24,9 @@ class HostEngine(NcclConnection):
   """A host engine that is lowered like "nccl", and checks NCCL EP's limits."""
 
   borrows = False
-  zero_copy = False
 
   def __init__(self, group):
-    super().__init__(group, self.borrows, self.zero_copy, [])
+    super().__init__(group, self.borrows, [])
 
   def _lower_call(self, op, ctx, *operands, params):
     if op != "ep_prepare":

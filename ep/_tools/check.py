@@ -16,7 +16,6 @@ import jaxlib.version
 import numpy as np
 
 import ep
-from ep._src.backends.xla import device_kernels
 from ep._src.base.backend import CannotServe
 from ep._src.group.bootstrap import BACKENDS, NATIVE
 from ep._src.native import gpus
@@ -68,8 +67,6 @@ def main(args: list[str]) -> int:
       print(f"{label}cannot run: {why}")
     else:
       print(f"{label}can run{f' on {found}' if found else ''}")
-  if note := device_kernels.note(np.array([devices])):
-    print(f"xla on these GPUs: {note}")
   return 1 if isinstance(outcomes[default], Exception) else 0
 
 

@@ -144,12 +144,6 @@ struct PrepareArgs {
   uint8_t* kept;               // [T, K]
 };
 
-// An NCCL window, and the offset of a buffer in the window in bytes.
-struct Window {
-  void* handle = nullptr;
-  uint64_t offset = 0;
-};
-
 // Copies token rows to slots: dispatch, and the backward of combine.
 struct ScatterArgs {
   Mem mem;
@@ -157,7 +151,6 @@ struct ScatterArgs {
   const float* topk_weights;  // [T, K], or null
   Rows slots;                 // [C, H]
   float* slot_weights;        // [C], null if topk_weights is null
-  Window slots_window = {};   // of a group that needs windows
 };
 
 // Sums slots into token rows: combine, and the backward of dispatch.
@@ -169,8 +162,6 @@ struct GatherArgs {
   // [T, K], output: the weight of each choice (backward of dispatch). Null in
   // combine, which multiplies the rows by slot_weights, if any.
   float* topk_weights;
-  // Only a group that needs windows has one. It also writes to the slots.
-  Window slots_window = {};
 };
 
 // The host memory that a process keeps between ops, in bytes.
@@ -201,9 +192,6 @@ class Group {
   virtual Status Connect(int32_t, void*) {
     return Status(Code::kInternal, "this backend takes no communicators");
   }
-
-  // Returns whether Scatter and Gather need a window of the slots.
-  virtual bool needs_windows() const { return false; }
 
   virtual HostMemory Memory() { return {}; }
 

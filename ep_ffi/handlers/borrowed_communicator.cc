@@ -55,7 +55,7 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
       ToStatus(xla.api, find(&args), "look for its communicators"));
   if (!args.extension) return Status();
   if (args.extension->major_version != kMajorVersion ||
-      args.extension->struct_size < offsetof(Collectives, request_window)) {
+      args.extension->struct_size < sizeof(Collectives)) {
     return Status(
         Code::kFailedPrecondition,
         StrCat("XLA lends its communicators by version ",
@@ -67,15 +67,6 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   }
   *out = reinterpret_cast<const Collectives*>(args.extension);
   return Status();
-}
-
-// Finds the extension. Fails if XLA has none, or one without windows.
-Status FindWindows(const XlaContext& xla, const Collectives** out) {
-  EP_RETURN_IF_ERROR(FindCollectives(xla, out));
-  if (*out && (*out)->base.struct_size >= sizeof(Collectives)) return Status();
-  return Status(Code::kFailedPrecondition,
-                "this XLA lends no windows of its buffers to ep, as it does "
-                "from jaxlib 0.12.0.1 on; unset EP_NCCL_ZERO_COPY");
 }
 
 // Calls a function of the extension for `domains`. `args` has the fields that
@@ -147,33 +138,6 @@ Status FindCommunicator(const XlaContext& xla, const Domains& domains,
                              collectives->get_communicator,
                              "lend the communicator of an EP domain", &args));
   *out = args.communicator;
-  return Status();
-}
-
-Status CheckWindows(const XlaContext& xla) {
-  const Collectives* collectives = nullptr;
-  return FindWindows(xla, &collectives);
-}
-
-Status RequestWindow(const XlaContext& xla, const Domains& domains,
-                     const void* buffer, size_t num_bytes) {
-  const Collectives* collectives = nullptr;
-  EP_RETURN_IF_ERROR(FindWindows(xla, &collectives));
-  const Region region = {buffer, num_bytes, /*flags=*/0};
-  WindowRequest args = {{}, &region, 1};
-  return CallXla(xla, domains, *collectives, collectives->request_window,
-                 "make a window of an op's rows", &args);
-}
-
-Status FindWindow(const XlaContext& xla, const Domains& domains,
-                  const void* buffer, Window* out) {
-  const Collectives* collectives = nullptr;
-  EP_RETURN_IF_ERROR(FindWindows(xla, &collectives));
-  WindowGet args = {{}, buffer, nullptr, 0};
-  EP_RETURN_IF_ERROR(CallXla(xla, domains, *collectives,
-                             collectives->get_window,
-                             "lend the window of an op's rows", &args));
-  *out = {args.window, args.offset};
   return Status();
 }
 

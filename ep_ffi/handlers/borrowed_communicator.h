@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// NCCL communicators that handlers borrow from XLA (jaxlib 0.11.2 or newer),
-// and NCCL windows of XLA's buffers (jaxlib 0.12.0.1 or newer).
+// NCCL communicators that handlers borrow from XLA (jaxlib 0.11.2 or newer).
 //
-// XLA provides both in an extension of a call's context. In the Prepare stage,
-// a handler requests the communicators of all EP domains, and then a window. In
-// the Execute stage, a handler finds the communicator of its rank and the
-// window. Our FFI headers are older than the extension, so collectives.h
-// declares it.
+// XLA provides them in an extension of a call's context. In the Prepare stage,
+// a handler requests the communicators of all EP domains. In the Execute stage,
+// a handler finds the communicator of its rank. Our FFI headers are older than
+// the extension, so collectives.h declares it.
 //
 // XLA caches communicators by their devices and by an id of the kind of
 // communication. All groups of `ep` use one id, which XLA itself does not use.
@@ -20,7 +18,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -52,17 +49,6 @@ Status RequestCommunicators(const XlaContext& xla, const Domains& domains);
 // `out` to null if XLA provides none, or if there are no domains.
 Status FindCommunicator(const XlaContext& xla, const Domains& domains,
                         void** out);
-
-// Fails if XLA provides no windows.
-Status CheckWindows(const XlaContext& xla);
-
-// Requests a window of a buffer, in the Prepare stage, after the communicators.
-Status RequestWindow(const XlaContext& xla, const Domains& domains,
-                     const void* buffer, size_t num_bytes);
-
-// Finds the window, owned by XLA, that was requested for `buffer`.
-Status FindWindow(const XlaContext& xla, const Domains& domains,
-                  const void* buffer, Window* out);
 
 }  // namespace ep
 

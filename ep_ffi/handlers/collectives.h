@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Structs of XLA's c_api.h and collectives_c_api.h in jaxlib 0.12.0.1, which
-// our FFI headers lack. Older versions lack the last fields; newer versions
-// append fields.
+// Structs of XLA's c_api.h and collectives_c_api.h in jaxlib 0.11.2, which our
+// FFI headers lack. Newer versions append fields.
 
 #ifndef EP_FFI_HANDLERS_COLLECTIVES_H_
 #define EP_FFI_HANDLERS_COLLECTIVES_H_
@@ -55,25 +54,6 @@ struct CommunicatorGet {
   void* communicator;  // output
 };
 
-struct Region {
-  const void* buffer;
-  size_t num_bytes;
-  uint64_t flags;
-};
-
-struct WindowRequest {
-  Clique clique;
-  const Region* regions;
-  size_t num_regions;
-};
-
-struct WindowGet {
-  Clique clique;
-  const void* buffer;
-  void* window;   // output
-  size_t offset;  // output: the buffer's offset in the window, in bytes
-};
-
 struct Collectives;
 template <typename Args>
 using Function = XLA_FFI_Error*(const Collectives* self, Args*);
@@ -83,9 +63,6 @@ struct Collectives {
   void* state;
   Function<CommunicatorRequest>* request_communicator;
   Function<CommunicatorGet>* get_communicator;
-  // From minor version 2 on.
-  Function<WindowRequest>* request_window;
-  Function<WindowGet>* get_window;
 };
 
 struct ErrorDetailsArgs {

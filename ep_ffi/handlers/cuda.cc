@@ -3,15 +3,10 @@
 // Code for XLA:GPU: decodes a call's context, and implements the handlers of
 // borrowed communicators (borrowed_communicator.h):
 //
-//   ep_request          runs in the Prepare stage of ep_prepare and ep_connect.
-//                       XLA then keeps the communicators while the program
-//                       runs.
-//   ep_request_scatter  runs in the Prepare stage of the ops that write slots,
-//                       and also requests a window of the slots if the group
-//                       needs one.
-//   ep_request_gather   does the same for the ops that read slots.
-//   ep_connect          () -> ready [1]. Gives a group the communicator of its
-//                       domain, before the first op of the group.
+//   ep_request  runs in the Prepare stage of all ops and of ep_connect. XLA
+//               then keeps the communicators while the program runs.
+//   ep_connect  () -> ready [1]. Gives a group the communicator of its domain,
+//               before the first op of the group.
 
 #include <string_view>
 
@@ -53,44 +48,6 @@ ffi::Error Request(XlaContext xla, ffi::Dictionary attributes) {
 
 auto BindRequest() { return ffi::Ffi::BindPrepare().Ctx<XlaContext>().Attrs(); }
 
-ffi::Error RequestWithWindow(const XlaContext& xla, const OpState& state,
-                             const ffi::AnyBuffer& slots) {
-  Status status = RequestCommunicators(xla, state.domains);
-  if (status.ok() && state.group->needs_windows()) {
-    status = RequestWindow(xla, state.domains, slots.untyped_data(),
-                           slots.size_bytes());
-  }
-  return ToError(status);
-}
-
-ffi::Error RequestScatter(XlaContext xla, OpState* state,
-                          ffi::Result<ffi::AnyBuffer> slots,
-                          ffi::RemainingRets) {
-  return RequestWithWindow(xla, *state, *slots);
-}
-
-auto BindRequestScatter() {
-  return ffi::Ffi::BindPrepare()
-      .Ctx<XlaContext>()
-      .Ctx<ffi::State<OpState>>()
-      .Ret<ffi::AnyBuffer>()
-      .RemainingRets();
-}
-
-ffi::Error RequestGather(XlaContext xla, OpState* state, ffi::AnyBuffer,
-                         ffi::AnyBuffer slots, ffi::RemainingArgs) {
-  return RequestWithWindow(xla, *state, slots);
-}
-
-auto BindRequestGather() {
-  return ffi::Ffi::BindPrepare()
-      .Ctx<XlaContext>()
-      .Ctx<ffi::State<OpState>>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .RemainingArgs();
-}
-
 Status GiveCommunicator(const XlaContext& xla, int32_t device,
                         std::string_view name, ffi::Span<const int64_t> mesh,
                         int64_t axis) {
@@ -107,7 +64,6 @@ Status GiveCommunicator(const XlaContext& xla, int32_t device,
   if (!group) {
     return Status(Code::kFailedPrecondition, "the group was closed");
   }
-  if (group->needs_windows()) EP_RETURN_IF_ERROR(CheckWindows(xla));
   return group->Connect(device, communicator);
 }
 
@@ -131,8 +87,4 @@ auto BindConnect() {
 }  // namespace ep
 
 EP_DEFINE_HANDLER(ep_request, ep::Request, ep::BindRequest());
-EP_DEFINE_HANDLER(ep_request_scatter, ep::RequestScatter,
-                  ep::BindRequestScatter());
-EP_DEFINE_HANDLER(ep_request_gather, ep::RequestGather,
-                  ep::BindRequestGather());
 EP_DEFINE_HANDLER(ep_connect, ep::Connect, ep::BindConnect());

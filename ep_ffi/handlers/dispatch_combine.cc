@@ -14,10 +14,6 @@
 //
 // ep_dispatch_bwd may also have a single result with one axis, of the dtype of
 // the tokens: the bytes of the tokens, then the bytes of topk_weights.
-//
-// If the group needs windows, NCCL EP writes to the slots of ep_combine and
-// ep_dispatch_bwd. A last result then shares the buffer of the slots, so that
-// XLA keeps no other value in the buffer. The handlers ignore this result.
 
 #include <algorithm>
 #include <optional>
@@ -85,13 +81,6 @@ Status CheckSlots(const Layer& layer, const Slots& slots,
   return fits ? Status() : Mismatch("slots");
 }
 
-// Finds the window of the slots, if the group needs one.
-Status DecodeWindow(const OpCall& context, const Group& group,
-                    const std::byte* slots, Window* out) {
-  if (!group.needs_windows()) return Status();
-  return FindWindow(context.xla, context.state->domains, slots, out);
-}
-
 // Scatters token rows to slots. Either both weights are null, or neither is.
 ffi::Future Scatter(Op op, const OpCall& context, const Buffer& mem,
                     const Buffer& tokens, const Buffer* topk_weights,
@@ -112,8 +101,6 @@ ffi::Future Scatter(Op op, const OpCall& context, const Buffer& mem,
                                      &args.slot_weights));
     }
     EP_RETURN_IF_ERROR(CheckSlots(layer, args.slots, args.tokens));
-    EP_RETURN_IF_ERROR(
-        DecodeWindow(context, group, args.slots.data, &args.slots_window));
     group.Scatter(std::move(call), args);
     return Status();
   });
@@ -146,8 +133,6 @@ ffi::Future Gather(Op op, const OpCall& context, const Buffer& mem,
                       args.tokens.count * layer.top_k, &args.topk_weights));
     }
     EP_RETURN_IF_ERROR(CheckSlots(layer, args.slots, args.tokens));
-    EP_RETURN_IF_ERROR(
-        DecodeWindow(context, group, args.slots.data, &args.slots_window));
     group.Gather(std::move(call), args);
     return Status();
   });

@@ -25,8 +25,7 @@ XLA_FFI_Error* ep_dispatch(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ep_dispatch_bwd(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ep_combine(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ep_combine_bwd(XLA_FFI_CallFrame*);
-XLA_FFI_Error* ep_request_scatter(XLA_FFI_CallFrame*);
-XLA_FFI_Error* ep_request_gather(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ep_request(XLA_FFI_CallFrame*);
 }
 
 namespace ep {
@@ -43,17 +42,11 @@ static_assert(offsetof(Api, find) == sizeof(XLA_FFI_Api));
 // A fake of XLA. A call's context is a pointer to this object.
 struct Xla {
   Extension other = {sizeof(Extension), 7, 0, 1, &collectives.base};
-  Collectives collectives = {{sizeof(Collectives), 129, 0, 2, nullptr},
-                             this,
-                             Request,
-                             Get,
-                             RequestWindow,
-                             GetWindow};
+  Collectives collectives = {
+      {sizeof(Collectives), 129, 0, 1, nullptr}, this, Request, Get};
   Api api = {};
   std::vector<Places> requested;
   int communicator = 0;
-  std::vector<Region> regions;  // of which windows were requested
-  OpState* state = nullptr;
   bool fails = false;
 
   Xla() {
@@ -65,11 +58,6 @@ struct Xla {
     };
     api.base.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) {
       delete args->error;
-    };
-    api.base.XLA_FFI_State_Get =
-        [](XLA_FFI_State_Get_Args* args) -> XLA_FFI_Error* {
-      args->state = reinterpret_cast<Xla*>(args->ctx)->state;
-      return nullptr;
     };
     api.find = [](FindExtensionArgs* args) -> XLA_FFI_Error* {
       EXPECT_EQ(sizeof(FindExtensionArgs), args->struct_size);
@@ -103,20 +91,6 @@ struct Xla {
   static XLA_FFI_Error* Get(const Collectives* self, CommunicatorGet* args) {
     EXPECT_EQ(Of(self).requested, Decode(args->clique, 56));
     args->communicator = &Of(self).communicator;
-    return Of(self).Fail();
-  }
-  static XLA_FFI_Error* RequestWindow(const Collectives* self,
-                                      WindowRequest* args) {
-    EXPECT_EQ(Of(self).requested, Decode(args->clique, 64));
-    Of(self).regions = {args->regions, args->regions + args->num_regions};
-    return Of(self).Fail();
-  }
-  static XLA_FFI_Error* GetWindow(const Collectives* self, WindowGet* args) {
-    EXPECT_EQ(Of(self).requested, Decode(args->clique, 72));
-    for (const Region& region : Of(self).regions) {
-      if (region.buffer == args->buffer) args->window = self->state;
-    }
-    args->offset = 256;
     return Of(self).Fail();
   }
   static Xla& Of(const Collectives* self) {
@@ -191,42 +165,6 @@ TEST(BorrowedCommunicatorTest, AcceptsNewerMinorVersions) {
   EXPECT_EQ(2u, xla.requested.size());
 }
 
-TEST(BorrowedCommunicatorTest, RequestsAndFindsWindows) {
-  Xla xla;
-  const Domains domains = Pairs();
-  const std::vector<float> rows(6);
-  Window window;
-  ASSERT_TRUE(CheckWindows(xla.context()).ok());
-  ASSERT_TRUE(RequestCommunicators(xla.context(), domains).ok());
-  ASSERT_TRUE(RequestWindow(xla.context(), domains, rows.data(), 24).ok());
-  EXPECT_EQ(24u, xla.regions.at(0).num_bytes);
-  ASSERT_TRUE(FindWindow(xla.context(), domains, rows.data(), &window).ok());
-  EXPECT_EQ(&xla, window.handle);
-  EXPECT_EQ(256u, window.offset);
-}
-
-// jaxlib 0.11.2 lends communicators only, and older versions lend nothing.
-TEST(BorrowedCommunicatorTest, ExplainsThatThereAreNoWindows) {
-  for (bool is_older : {false, true}) {
-    Xla xla;
-    xla.collectives.base.minor_version = 1;
-    xla.collectives.base.struct_size = offsetof(Collectives, request_window);
-    if (is_older) xla.other.next = nullptr;
-    Window window;
-    ASSERT_TRUE(RequestCommunicators(xla.context(), Pairs()).ok());
-    for (const Status& status :
-         {CheckWindows(xla.context()),
-          RequestWindow(xla.context(), Pairs(), &xla, 8),
-          FindWindow(xla.context(), Pairs(), &xla, &window)}) {
-      testing::ExpectFailure(
-          {Code::kFailedPrecondition,
-           {"no windows", "jaxlib 0.12.0.1", "EP_NCCL_ZERO_COPY"}},
-          status);
-    }
-    EXPECT_TRUE(xla.regions.empty());
-  }
-}
-
 TEST(BorrowedCommunicatorTest, ExplainsAnUnknownVersion) {
   for (bool is_short : {false, true}) {
     Xla xla;
@@ -266,75 +204,33 @@ TEST(BorrowedCommunicatorTest, PassesOnErrorsOfXla) {
   Xla xla;
   xla.fails = true;
   void* communicator = nullptr;
-  Window window;
   for (const Status& status :
        {RequestCommunicators(xla.context(), Pairs()),
-        FindCommunicator(xla.context(), Pairs(), &communicator),
-        RequestWindow(xla.context(), Pairs(), &xla, 8),
-        FindWindow(xla.context(), Pairs(), &xla, &window)}) {
+        FindCommunicator(xla.context(), Pairs(), &communicator)}) {
     testing::ExpectFailure({Code::kInternal, {": no clique"}}, status);
   }
   EXPECT_EQ(nullptr, communicator);
 }
 
-// Calls a handler of the Prepare stage with buffers of 2 x 3 floats.
-XLA_FFI_Error* CallPrepare(XLA_FFI_Handler* handler, Xla& xla,
-                           std::vector<void*> args, std::vector<void*> rets) {
-  int64_t dims[] = {2, 3};
-  std::vector<XLA_FFI_Buffer> buffers;
-  buffers.reserve(args.size() + rets.size());
-  for (std::vector<void*>* data : {&args, &rets}) {
-    for (void*& each : *data) {
-      buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr,
-                         XLA_FFI_DataType_F32, each, 2, dims});
-      each = &buffers.back();
-    }
-  }
-  std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
-  std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
+// All ops have these two attributes, whatever their buffers are.
+TEST(RequestTest, RequestsTheCommunicatorsThatTheAttributesDescribe) {
+  Xla xla;
+  Places mesh = {2, 2};
+  int64_t axis = 1;
+  XLA_FFI_Scalar scalar = {XLA_FFI_DataType_S64, &axis};
+  XLA_FFI_Array array = {XLA_FFI_DataType_S64, mesh.size(), mesh.data()};
+  XLA_FFI_ByteSpan names[] = {{"lent_axis", 9}, {"lent_mesh", 9}};
+  XLA_FFI_ByteSpan* name_of[] = {&names[0], &names[1]};
+  XLA_FFI_AttrType types[] = {XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_ARRAY};
+  void* values[] = {&scalar, &array};
   XLA_FFI_CallFrame frame = {};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
   frame.api = xla.context().api;
   frame.ctx = xla.context().context;
   frame.stage = XLA_FFI_ExecutionStage_PREPARE;
-  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr,
-                static_cast<int64_t>(args.size()), arg_types.data(),
-                args.data()};
-  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr,
-                static_cast<int64_t>(rets.size()), ret_types.data(),
-                rets.data()};
-  return handler(&frame);
-}
-
-TEST(RequestTest, WithZeroCopyMovesRequestAWindowOfTheirSlots) {
-  for (bool zero_copy : {false, true}) {
-    nccl::Sizes sizes = nccl::SizesFor(testing::kDims);
-    sizes.zero_copy = zero_copy;
-    std::vector<std::shared_ptr<nccl::NcclGroup>> groups;
-    nccl::Connect(sizes, /*timeout_s=*/10, /*first_device=*/0, &groups);
-    OpState state = {groups[0], MakeSite({}, "jit_step#0", 0, 0), Pairs()};
-    Xla xla;
-    xla.state = &state;
-    float slots, other;
-    const auto requested = [&] {
-      std::vector<const void*> buffers;
-      for (const Region& region : std::exchange(xla.regions, {})) {
-        EXPECT_EQ(24u, region.num_bytes);
-        buffers.push_back(region.buffer);
-      }
-      EXPECT_EQ(2u, std::exchange(xla.requested, {}).size());
-      return buffers;
-    };
-    const std::vector<const void*> expected(zero_copy ? 1 : 0, &slots);
-    EXPECT_EQ(nullptr, CallPrepare(ep_request_scatter, xla, {&other, &other},
-                                   {&slots, &other}));
-    EXPECT_EQ(expected, requested());
-    EXPECT_EQ(nullptr, CallPrepare(ep_request_gather, xla,
-                                   {&other, &slots, &other}, {&other, &slots}));
-    EXPECT_EQ(expected, requested());
-    testing::ForEachRank(groups.size(),
-                         [&](int64_t rank) { (void)groups[rank]->Close(); });
-  }
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 2, types, name_of, values};
+  EXPECT_EQ(nullptr, ep_request(&frame));
+  EXPECT_EQ((std::vector<Places>{{0, 1}, {2, 3}}), xla.requested);
 }
 
 // ep_prepare asks the closed group for a size, before the group gets the call.

@@ -13,7 +13,6 @@ std::optional<ep::OpCall> xla::ffi::CtxDecoding<ep::OpCall>::Decode(
   auto device = CtxDecoding<DeviceOrdinal>::Decode(api, ctx, diagnostic);
   if (!state || !device) return std::nullopt;
   ep::OpCall call;
-  call.xla = {api, ctx};
   call.state = *state;
   call.device = *device;
   if (!ep::DecodePlatform(api, ctx, diagnostic, &call)) return std::nullopt;

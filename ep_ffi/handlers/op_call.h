@@ -56,7 +56,6 @@ struct OpState {
 
 // The decoded context of one call.
 struct OpCall {
-  XlaContext xla;
   const OpState* state;
   int32_t device;
   // DecodePlatform sets the fields below; see `Call`.

@@ -76,8 +76,6 @@ Step::Step(const Domain& domain, Op op, Place place,
       place_(place),
       inputs_(std::move(inputs)),
       outputs_(inputs_.size()),
-      windows_(inputs_.size()),
-      slots_(inputs_.size()),
       completions_(inputs_.size(), 0),
       statuses_(inputs_.size()) {
   for (const RankInput& input : inputs_) {
@@ -153,7 +151,7 @@ ScatterArgs Step::ToScatterArgs(int64_t rank) {
   Arm(in.dims.capacity * in.type.bytes(), &out.data.rows);
   if (weighted) Arm(in.dims.capacity, &out.data.weights);
   static constexpr float kNoWeights = 0;  // empty buffers of XLA have addresses
-  ScatterArgs args = {
+  return {
       {in.mem.data(), static_cast<int64_t>(in.mem.size())},
       {in.data.rows.data(), in.dims.num_tokens, in.type.width, in.type.dtype},
       !weighted                 ? nullptr
@@ -161,11 +159,6 @@ ScatterArgs Step::ToScatterArgs(int64_t rank) {
                                 : in.data.weights.data(),
       {out.data.rows.data(), in.dims.capacity, in.type.width, in.type.dtype},
       weighted ? out.data.weights.data() : nullptr};
-  if (domain_.lend) {
-    windows_[rank] = domain_.lend(rank, args.slots.data, out.data.rows.size(),
-                                  &args.slots_window);
-  }
-  return args;
 }
 
 GatherArgs Step::ToGatherArgs(int64_t rank) {
@@ -174,19 +167,12 @@ GatherArgs Step::ToGatherArgs(int64_t rank) {
   const bool backward = op_ == Op::kDispatchBwd;
   Arm(in.dims.num_tokens * in.type.bytes(), &out.data.rows);
   if (backward) Arm(in.dims.num_choices(), &out.data.weights);
-  GatherArgs args = {
+  return {
       {in.mem.data(), static_cast<int64_t>(in.mem.size())},
       {in.data.rows.data(), in.dims.capacity, in.type.width, in.type.dtype},
       in.data.weights.empty() ? nullptr : in.data.weights.data(),
       {out.data.rows.data(), in.dims.num_tokens, in.type.width, in.type.dtype},
       backward ? out.data.weights.data() : nullptr};
-  if (domain_.lend) {
-    slots_[rank] = in.data.rows;
-    args.slots.data = slots_[rank].data();
-    windows_[rank] = domain_.lend(rank, args.slots.data, slots_[rank].size(),
-                                  &args.slots_window);
-  }
-  return args;
 }
 
 void Step::Complete(int64_t rank, Status status) {

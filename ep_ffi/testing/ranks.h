@@ -34,11 +34,6 @@ struct Domain {
   std::function<std::shared_ptr<void>(int64_t rank, const void* mem,
                                       int64_t bytes, Call* call)>
       enter;
-  // For backends that need windows: makes a window of an op's slots, which
-  // lives as long as the result.
-  std::function<std::shared_ptr<void>(int64_t rank, const std::byte* slots,
-                                      int64_t num_bytes, Window* window)>
-      lend;
   std::vector<std::shared_ptr<Group>> groups;  // by rank
   std::vector<int32_t> devices;                // by rank
   // For backends that enqueue ops on a stream: the streams by rank, and a
@@ -132,10 +127,6 @@ class Step : public std::enable_shared_from_this<Step> {
   std::vector<std::vector<int32_t>> narrow_idx_;  // topk_idx as int32
   std::vector<Site> sites_;
   std::vector<RankOutput> outputs_;
-  // For backends that need windows, by rank: the windows, and copies of the
-  // slots of Gather, to which the backend may write.
-  std::vector<std::shared_ptr<void>> windows_;
-  std::vector<std::vector<std::byte>> slots_;
 
   Mutex mutex_;
   CondVar changed_;                                     // a call has completed

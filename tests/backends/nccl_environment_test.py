@@ -83,8 +83,7 @@ def test_processes_with_other_values_are_refused(config, monkeypatch, variable):
     "same settings",
   ):
     meet(config)
-  for name in (variable, "EP_NCCL_COMMUNICATOR"):  # for EP_NCCL_ZERO_COPY
-    monkeypatch.setenv(name, "xla")
+  monkeypatch.setenv(variable, "xla")
   with pytest.raises(Agreed):
     meet(config)
 

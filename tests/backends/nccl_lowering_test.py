@@ -73,24 +73,6 @@ def test_the_program_names_the_communicators_to_borrow(case, monkeypatch):
     lent.check_round_trip()
 
 
-def test_with_zero_copy_xla_can_put_the_slots_into_windows(monkeypatch):
-  """A combine may change its slots, so XLA must not need them afterwards."""
-  monkeypatch.setattr(host, "HostConnection", HostEngine)
-  monkeypatch.setattr(HostEngine, "zero_copy", True)
-  with bootstrap(make_mesh({"ep": 4}), hidden_dim=8) as group:
-    case = Case(ep.EpLayerConfig(group), hidden=8)
-    text = lower((case, everything, *case.inputs())).as_text()
-    calls = re.findall(r"custom_call @(ep_\w+)(.*)", text)
-    assert {op for op, _ in calls} >= set(OPS)
-    for op, call in calls:
-      writes = 'results_memory_spaces = "{0:1}"' in call
-      reads = 'operands_memory_spaces = "{1:1}"' in call
-      aliased = "output_tuple_indices = [1], operand_index = 1" in call
-      assert writes == (op in ("ep_dispatch", "ep_combine_bwd")), call
-      assert reads == aliased == (op in ("ep_combine", "ep_dispatch_bwd")), call
-    case.check(everything, *case.inputs())
-
-
 def program_text(case):
   return lower((case, round_trip, case.tokens(), case.weights())).as_text()
 

@@ -20,7 +20,6 @@ SIZES = dict(
   capacity=64,
   max_row_bytes=256,
   max_num_sms=0,
-  zero_copy=False,
   timeout_s=20.0,
   exit_after_s=math.inf,
 )
@@ -202,7 +201,6 @@ def test_sizes_are_passed_in_order():
     (dict(capacity=15), "recv_capacity_per_rank = 15"),
     (dict(max_row_bytes=8), "8 bytes"),
     (dict(max_num_sms=17), "max_num_sms = 17"),
-    (dict(zero_copy=True, num_experts=12), "power of two"),
   ]:
     with pytest.raises(ValueError, match=word):
       connect(["refused"], **sizes)

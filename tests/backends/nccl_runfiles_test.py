@@ -72,7 +72,7 @@ def test_every_variable_of_nccl_ep_has_a_rule():
     if not re.search(rf"\b{name}\b", enumerators)
     and not re.match(not_listed, name)
   }
-  others = {"EP_NCCL_COMMUNICATOR", "EP_NCCL_ZERO_COPY", "NCCL_DEV_API_JIT"}
+  others = {"EP_NCCL_COMMUNICATOR", "NCCL_DEV_API_JIT"}
   with_a_rule = {
     *environment.REFUSED,
     *environment.AGREED,

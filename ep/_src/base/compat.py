@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import os
+import pathlib
+import shlex
 import socket
 import sys
 import traceback
@@ -90,6 +92,17 @@ def compiler_options() -> dict[str, str]:
     for name, value in jax.config.values.items()
     if any(word in name for word in words)
   }
+
+
+def xla_flags() -> dict[str, str]:
+  """Returns the last of each flag in XLA_FLAGS, by name: {"--a": "--a=1"}.
+
+  As in XLA, XLA_FLAGS has flags, or the path of a file of flags.
+  """
+  text = os.environ.get("XLA_FLAGS", "").strip()
+  if text and not text.startswith("-"):
+    text = pathlib.Path(text).read_text()
+  return {flag.partition("=")[0]: flag for flag in shlex.split(text)}
 
 
 def concrete_context_mesh() -> jax.sharding.Mesh | None:
@@ -354,20 +367,14 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
       _func.ReturnOp(list(lower(ctx, *block.arguments, **params)))
     call = _func.CallOp(function, list(operands))
     notes = dict(_xla_stream_annotation="collective", inlineable="false")
-    set_frontend_attributes(call.operation, **notes)
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+      {name: ir.StringAttr.get(value) for name, value in notes.items()}
+    )
     if len(outs) == 1:
       return list(call.results)
     return list(_hlo.OptimizationBarrierOp(call.results).results)
 
   return lower_call
-
-
-def set_frontend_attributes(operation: Any, **attributes: str) -> None:
-  """Sets attributes of an operation for XLA."""
-  ir = mlir.ir
-  operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
-    {name: ir.StringAttr.get(value) for name, value in attributes.items()}
-  )
 
 
 def module_note(

@@ -20,7 +20,7 @@ import urllib.parse
 import jax
 import jaxlib.version
 
-from ep._src.base import backend, compat, meshes, processes, xla_flags
+from ep._src.base import backend, compat, meshes, processes
 from ep._src.base.config import GroupConfig
 from ep._src.group import liveness
 from ep._src.group.meeting import digest, Meeting
@@ -184,7 +184,7 @@ def _compiler_settings() -> dict[str, str]:
 
 
 def _xla_flags() -> str:
-  flags = xla_flags.read()
+  flags = compat.xla_flags()
   names = [n for n in sorted(flags) if not n.startswith(_HARMLESS_FLAGS)]
   return " ".join(flags[name] for name in names) or "(none)"
 

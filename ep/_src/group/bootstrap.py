@@ -23,7 +23,6 @@ from jax.typing import DTypeLike
 
 from ep._src.backends.host import HostBackend
 from ep._src.backends.nccl.backend import NcclBackend
-from ep._src.backends.xla import device_kernels
 from ep._src.backends.xla.backend import XlaBackend
 from ep._src.base import arguments, arrays, meshes
 from ep._src.base.backend import (
@@ -92,10 +91,6 @@ def _check(group: GroupConfig) -> Backend:
 
 def _connect(group: GroupConfig) -> EpGroup:
   connection = _check(group).connect(group, agreement.join)
-  if group.backend == "xla" and meshes.has_devices(group.mesh):
-    domains = meshes.domains(group.mesh, group.axis_name)
-    if note := device_kernels.note(domains):
-      _logger.info('group "%s": %s', group.name, note)
   if folder := os.environ.get("EP_TRACE"):
     _trace(connection, pathlib.Path(folder))
   connected = EpGroup(connection)

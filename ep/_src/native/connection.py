@@ -97,7 +97,7 @@ class NativeConnection(backend.Connection):
   ) -> Any:
     layer = params.layer
     with compat.named_instruction(f"{op}[{layer.name}]"):
-      return self._custom_call(op)(
+      return jax.ffi.ffi_lowering(op)(
         ctx,
         *operands,
         group=layer.group.name,
@@ -117,11 +117,6 @@ class NativeConnection(backend.Connection):
         ),
         **self._borrowed_domains(ctx),
       )
-
-  def _custom_call(self, op: str) -> Callable[..., Any]:
-    """Returns the lowering to a custom call of `op`, given its attributes."""
-    lowering: Callable[..., Any] = jax.ffi.ffi_lowering(op)
-    return lowering
 
   def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
     """Returns the op attributes that describe borrowed communicators."""

@@ -23,19 +23,10 @@ from ep._src.native import shipped_files
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
 # Equals kInterfaceVersion of ep_ffi/core/export.h, which says when to add 1.
-INTERFACE_VERSION = 4
+INTERFACE_VERSION = 5
 
 # The values of the C++ enum `Tail` of ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
-
-# On GPUs, the handlers of the ops' Prepare stage; see ep_ffi/handlers/cuda.cc.
-_REQUESTS = {
-  "ep_prepare": "ep_request",
-  "ep_dispatch": "ep_request_scatter",
-  "ep_combine_bwd": "ep_request_scatter",
-  "ep_combine": "ep_request_gather",
-  "ep_dispatch_bwd": "ep_request_gather",
-}
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
@@ -116,20 +107,14 @@ def library(backend: str) -> ctypes.CDLL:
     },
     platform=platform,
   )
-  stages = {"instantiate": jax.ffi.pycapsule(lib.ep_instantiate)}
+  stages = {}
   if backend == "nccl":
-    jax.ffi.register_ffi_target(
-      "ep_connect",
-      {
-        "prepare": jax.ffi.pycapsule(lib.ep_request),
-        "execute": jax.ffi.pycapsule(lib.ep_connect),
-      },
-      platform=platform,
-    )
+    stages["prepare"] = jax.ffi.pycapsule(lib.ep_request)
+    connect = stages | {"execute": jax.ffi.pycapsule(lib.ep_connect)}
+    jax.ffi.register_ffi_target("ep_connect", connect, platform=platform)
+  stages["instantiate"] = jax.ffi.pycapsule(lib.ep_instantiate)
   for op in OPS:
     of_op = {"execute": jax.ffi.pycapsule(getattr(lib, op))}
-    if backend == "nccl":
-      of_op["prepare"] = jax.ffi.pycapsule(getattr(lib, _REQUESTS[op]))
     jax.ffi.register_ffi_target(op, stages | of_op, platform=platform)
   if backend == "host":
     for name in ("ep_unwritten", "ep_retyped", "ep_grouped_matmul"):
@@ -269,7 +254,6 @@ def create_nccl_group(
   capacity: int,
   max_row_bytes: int,
   max_num_sms: int,
-  zero_copy: bool,
   timeout_s: float,
   exit_after_s: float,
   nccl: str,
@@ -292,7 +276,6 @@ def create_nccl_group(
     ctypes.c_int64(len(ranks)),
     ctypes.c_int32(domain),
     *map(ctypes.c_int64, sizes),
-    ctypes.c_bool(zero_copy),
     ctypes.c_double(timeout_s),
     ctypes.c_double(exit_after_s),
     nccl.encode(),

@@ -46,20 +46,19 @@ EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
 }
 
 // Creates the group `name` on `devices`, GPUs of this process, each a rank of
-// EP domain `domain`. For `config` see `Registry::Add`, and for `zero_copy` see
-// `Sizes`.
+// EP domain `domain`. For `config` see `Registry::Add`.
 EP_EXPORT int32_t ep_nccl_group_create(
     const char* name, const char* config, const int32_t* ranks,
     const int32_t* devices, int64_t num_ranks, int32_t domain,
     int64_t num_experts, int64_t ep_size, int64_t max_tokens, int64_t capacity,
-    int64_t max_row_bytes, int64_t max_num_sms, bool zero_copy,
-    double timeout_s, double exit_after_s, const char* nccl,
-    const char* nccl_ep, char* error, int64_t error_bytes) {
+    int64_t max_row_bytes, int64_t max_num_sms, double timeout_s,
+    double exit_after_s, const char* nccl, const char* nccl_ep, char* error,
+    int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::nccl::NcclGroup::Options options;
     options.name = name;
-    options.sizes = {num_experts,   ep_size,     max_tokens, capacity,
-                     max_row_bytes, max_num_sms, zero_copy};
+    options.sizes = {num_experts, ep_size,       max_tokens,
+                     capacity,    max_row_bytes, max_num_sms};
     options.domain = domain;
     options.timeout_s = timeout_s;
     options.exit_after_s = exit_after_s;

@@ -27,12 +27,6 @@ class Tensor {
   template <typename Byte>
   Tensor(const RowsOf<Byte>& rows, int64_t count)
       : Tensor(ToNccl(rows.dtype), rows.data, {count, rows.width}) {}
-  template <typename Byte>
-  Tensor(const RowsOf<Byte>& rows, int64_t count, const Window& window)
-      : Tensor(rows, count) {
-    tensor_.win_hdl = static_cast<ncclWindow_t>(window.handle);
-    tensor_.win_offset = window.offset;
-  }
   Tensor(const Tensor&) = delete;
   Tensor& operator=(const Tensor&) = delete;
 
@@ -149,7 +143,6 @@ Status Communicator::CreateGroup() {
   config.max_recv_tokens_per_rank = sizes_.capacity;
   config.max_token_bytes = sizes_.max_row_bytes;
   config.max_num_sms = sizes_.max_num_sms;
-  if (sizes_.zero_copy) config.zero_copy = NCCL_EP_ZERO_COPY_ON;
   return CallNcclEp(nccl, "ncclEpCreateGroup", [&] {
     return nccl.ncclEpCreateGroup(&group_, comm_, &config);
   });
@@ -227,7 +220,7 @@ Status Communicator::Update(const Layer& layer, const Mem& mem,
 Status Communicator::Scatter(const Layer& layer, const Mem& mem,
                              const ScatterArgs& args, CUstream stream) const {
   Tensor tokens(args.tokens, args.tokens.count);
-  Tensor slots(args.slots, sizes_.capacity, args.slots_window);
+  Tensor slots(args.slots, sizes_.capacity);
   Tensor topk_weights(ncclFloat32, args.topk_weights,
                       {args.tokens.count, layer.top_k});
   Tensor slot_weights(ncclFloat32, args.slot_weights, {sizes_.capacity});
@@ -252,7 +245,7 @@ Status Communicator::Scatter(const Layer& layer, const Mem& mem,
 
 Status Communicator::Gather(const Layer& layer, const Mem& mem,
                             const GatherArgs& args, CUstream stream) const {
-  Tensor slots(args.slots, sizes_.capacity, args.slots_window);
+  Tensor slots(args.slots, sizes_.capacity);
   Tensor tokens(args.tokens, args.tokens.count);
   Tensor slot_weights(ncclFloat32, args.slot_weights, {sizes_.capacity});
   Tensor topk_weights(ncclFloat32, args.topk_weights,

@@ -238,12 +238,12 @@ void NcclGroup::Scatter(Call call, const ScatterArgs& args) {
   moved.fill_tail = call.site->layer.tail != Tail::kUnspecified;
   moved.tail = call.site->layer.tail == Tail::kNan ? kNan : 0;
   Submit(call, [&]() EP_REQUIRES(mutex_) {
-    return EnqueueMove(
-        call, args.mem, args.tokens.count, args.slots_window, args.slots, moved,
-        [&](const Mem& handle) EP_REQUIRES(mutex_) {
-          return communicator_->Scatter(call.site->layer, handle, args,
-                                        static_cast<CUstream>(call.stream));
-        });
+    return EnqueueMove(call, args.mem, args.tokens.count, args.slots, moved,
+                       [&](const Mem& handle) EP_REQUIRES(mutex_) {
+                         return communicator_->Scatter(
+                             call.site->layer, handle, args,
+                             static_cast<CUstream>(call.stream));
+                       });
   });
 }
 
@@ -256,18 +256,17 @@ void NcclGroup::Gather(Call call, const GatherArgs& args) {
       return Status(Code::kInvalidArgument,
                     "NCCL EP cannot scale rows by weights; multiply first");
     }
-    return EnqueueMove(
-        call, args.mem, args.tokens.count, args.slots_window, args.tokens,
-        moved, [&](const Mem& handle) EP_REQUIRES(mutex_) {
-          return communicator_->Gather(call.site->layer, handle, args,
-                                       static_cast<CUstream>(call.stream));
-        });
+    return EnqueueMove(call, args.mem, args.tokens.count, args.tokens, moved,
+                       [&](const Mem& handle) EP_REQUIRES(mutex_) {
+                         return communicator_->Gather(
+                             call.site->layer, handle, args,
+                             static_cast<CUstream>(call.stream));
+                       });
   });
 }
 
 Status NcclGroup::EnqueueMove(const Call& call, const Mem& mem,
-                              int64_t num_tokens, const Window& slots,
-                              const Rows& rows, Moved moved,
+                              int64_t num_tokens, const Rows& rows, Moved moved,
                               const std::function<Status(const Mem&)>& move) {
   const Layer& layer = call.site->layer;
   EP_RETURN_IF_ERROR(CheckMem(layer, num_tokens, mem));
@@ -279,9 +278,7 @@ Status NcclGroup::EnqueueMove(const Call& call, const Mem& mem,
   const CUstream stream = static_cast<CUstream>(call.stream);
   const int64_t routing_bytes = RoutingBytes(options_.sizes, layer, num_tokens);
   Routing routing = NextRouting(layer, num_tokens, bytes);
-  // NCCL EP accesses the windows of all ranks at the offset of this rank.
-  order_ =
-      Hash(Hash(order_, HashProgram(*call.site, routing.sizes)), slots.offset);
+  order_ = Hash(order_, HashProgram(*call.site, routing.sizes));
   routing.nccl_ep_words = reinterpret_cast<uint32_t*>(bytes + routing_bytes);
   routing.num_nccl_ep_words = (mem.bytes - routing_bytes) / sizeof(uint32_t);
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchThreads(

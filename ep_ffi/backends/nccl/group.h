@@ -82,7 +82,6 @@ class NcclGroup : public Group {
 
   int64_t num_experts() const override { return options_.sizes.num_experts; }
   int64_t ep_size() const override { return options_.sizes.ep_size; }
-  bool needs_windows() const override { return options_.sizes.zero_copy; }
   Status MemBytes(const Layer& layer, int64_t num_tokens,
                   int64_t* out) const override;
 
@@ -128,7 +127,7 @@ class NcclGroup : public Group {
   // Enqueues `move` on NCCL EP's part of `mem`, then the kernels that complete
   // the output rows. `moved` has the weights of the output rows.
   Status EnqueueMove(const Call& call, const Mem& mem, int64_t num_tokens,
-                     const Window& slots, const Rows& rows, Moved moved,
+                     const Rows& rows, Moved moved,
                      const std::function<Status(const Mem&)>& move)
       EP_REQUIRES(mutex_);
 

@@ -16,8 +16,8 @@ constexpr int64_t kExpertMultiple = 4;  // divides the experts per NVLink domain
 constexpr int64_t kWidthMultiple = 8;   // elements that combine adds at a time
 constexpr int64_t kRowMultiple = 16;    // bytes per copy instruction
 
-// NCCL EP asserts that 22 bits can count the slots. Of the layouts that we use,
-// only the layout of zero copy needs this; the other one counts in 32 bits.
+// NCCL EP asserts that 22 bits can count the slots, although the layout that we
+// use counts in 32 bits.
 constexpr int64_t kMaxCapacity = int64_t{1} << 22;
 
 // A thread block of NCCL EP's kernels processes kTokensPerSm tokens together
@@ -33,13 +33,6 @@ constexpr int64_t kMapBarriers = 24;     // bytes
 constexpr int64_t kDispatchRegion = 72;  // bytes of a region's descriptor
 constexpr int64_t kCombineRegion = 40;   // bytes of a region's descriptor
 constexpr int64_t kSharedMultiple = 128;
-
-// With zero copy, a rank gets a token once, and two more kernels copy and sum
-// the token's slots on the rank. They have kSlotsOfToken rows in flight, which
-// is also the largest number of slots of a token on a rank, and kSums sums.
-constexpr int64_t kSlotsOfToken = 8;
-constexpr int64_t kSums = 2;
-constexpr int64_t kSlotBarriers = 8 + kSlotsOfToken * 16;  // bytes
 
 int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -57,19 +50,12 @@ int64_t SharedBytes(const Sizes& s, int64_t nvlink_ranks) {
   const int64_t row = RoundUp(s.max_row_bytes, kSharedMultiple);
   const int64_t weights = s.nccl_ep_local() * nvlink_ranks * sizeof(float);
 
-  const int64_t in_map = s.zero_copy ? kMaxTopK : nvlink_ranks;
   const int64_t map =
-      RoundUp(chunk * in_map * sizeof(int32_t), kSharedMultiple);
+      RoundUp(chunk * nvlink_ranks * sizeof(int32_t), kSharedMultiple);
   int64_t dispatch = kMapStages * map + kMapBarriers +
                      kRowStages * (row + RoundUp(weights, 16) + kBarriers);
   int64_t combine = row + RoundUp(weights, 16) + kBarriers + sizeof(bool) +
                     row + RoundUp(weights * links, 16);
-  if (s.zero_copy) {
-    dispatch += row;  // zeros
-    combine = std::max(
-        {combine, kSlotsOfToken * (s.max_row_bytes + weights) + kSlotBarriers,
-         (kSlotsOfToken + kSums) * s.max_row_bytes + kSlotBarriers});
-  }
   if (far) {
     dispatch += (links - 1) * (chunk + kDispatchRegion);
     combine += row + RoundUp(weights, 16) + kBarriers + sizeof(bool) + row +
@@ -88,11 +74,10 @@ int64_t GroupBytes(const Sizes& s, int64_t nvlink_ranks) {
   const int64_t row = s.max_row_bytes;
   const int64_t experts = s.nccl_ep_local() * nvlink_ranks;
   const int64_t weights = experts * sizeof(float);
-  // Buffers for the tokens of all ranks in both directions, unless with zero
-  // copy, for slots' weights in both directions, for unused scales of slots,
-  // and for a bitmap of choices.
-  int64_t bytes = kWorkspace +
-                  (s.zero_copy ? 0 : 2 * s.ep_size * tokens * row) +
+  // Buffers for the tokens of all ranks in both directions, for slots' weights
+  // in both directions, for unused scales of slots, and for a bitmap of
+  // choices.
+  int64_t bytes = kWorkspace + 2 * s.ep_size * tokens * row +
                   2 * s.capacity * weights + s.capacity * row +
                   s.ep_size * tokens * ((experts + 7) / 8) * links;
   if (links > 1) {  // buffers for the network
@@ -107,8 +92,6 @@ template <typename... Parts>
 Status Refuse(const Parts&... parts) {
   return Status(Code::kInvalidArgument, StrCat(parts..., " (NCCL EP's limit)"));
 }
-
-constexpr char kWithoutZeroCopy[] = "; or unset EP_NCCL_ZERO_COPY";
 
 std::string VersionText(int code) {
   return StrCat(code / 10000, ".", code / 100 % 100, ".", code % 100);
@@ -140,12 +123,6 @@ Status CheckSizes(const Sizes& s) {
     return Refuse("num_experts = ", s.num_experts, " on ", s.ep_size,
                   " ranks, but it must be at most ", kMaxLocalExperts,
                   " for each rank");
-  }
-  if (s.zero_copy && (s.nccl_ep_local() & (s.nccl_ep_local() - 1)) != 0) {
-    return Refuse("num_experts = ", s.num_experts, " on ", s.ep_size,
-                  " ranks, but with zero copy the number of each rank must be "
-                  "a power of two",
-                  kWithoutZeroCopy);
   }
   if (s.max_tokens < 1 || s.capacity < s.max_dispatch_tokens()) {
     return Refuse(
@@ -190,11 +167,6 @@ Status CheckMachine(const Sizes& s, const Machine& m) {
                   kExpertMultiple, "; take a multiple of ", kExpertMultiple,
                   " experts for each rank");
   }
-  if (s.zero_copy && m.nvlink_ranks != s.ep_size) {
-    return Refuse("NVLink connects only ", m.nvlink_ranks, " of the ",
-                  s.ep_size, " ranks, but zero copy needs all",
-                  kWithoutZeroCopy);
-  }
   // NCCL EP's kernels compute these products of sizes in 32 bits.
   if (s.capacity * experts > std::numeric_limits<int32_t>::max() ||
       s.max_tokens * s.ep_size * s.nccl_ep_local() >
@@ -229,17 +201,6 @@ Status CheckLayer(const Sizes& s, const Layer& layer, int64_t num_tokens) {
     return Refuse("recv_capacity_per_rank = ", layer.capacity,
                   ", but the group has buffers for ", s.capacity,
                   "; give the group the largest of its layers");
-  }
-  // NCCL EP copies the weights of as many slots as the group has.
-  if (s.zero_copy && layer.capacity != s.capacity) {
-    return Refuse("recv_capacity_per_rank = ", layer.capacity,
-                  ", but with zero copy it must be the group's, ", s.capacity,
-                  kWithoutZeroCopy);
-  }
-  if (s.zero_copy && std::min(layer.top_k, s.num_local()) > kSlotsOfToken) {
-    return Refuse("top_k = ", layer.top_k, ", but with zero copy a rank may ",
-                  "have at most ", kSlotsOfToken, " experts of a token",
-                  kWithoutZeroCopy);
   }
   if (layer.top_k < 1 || layer.top_k > kMaxTopK) {
     return Refuse("top_k = ", layer.top_k, ", but it must be in 1..", kMaxTopK);

@@ -33,9 +33,6 @@ struct Sizes {
   int64_t capacity;    // receive rows of a rank, the maximum over layers
   int64_t max_row_bytes;
   int64_t max_num_sms;  // 0: automatic
-  // Whether NCCL EP moves rows between the slots of ranks without copies. The
-  // slots must then be in NCCL windows, and combine writes to its slots.
-  bool zero_copy = false;
 
   int64_t num_local() const { return LocalExperts(num_experts, ep_size); }
   int64_t num_expert_slots() const { return ep_size * num_local(); }

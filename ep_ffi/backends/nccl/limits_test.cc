@@ -21,7 +21,6 @@ namespace {
 using LimitsTest = NcclGroupTest;
 
 constexpr char kLimit[] = "NCCL EP's limit";
-constexpr char kZeroCopy[] = "unset EP_NCCL_ZERO_COPY (NCCL EP's limit)";
 
 // Expects that no rank can connect, with these words in each error.
 void ExpectRefused(const Sizes& sizes, const std::vector<std::string>& words) {
@@ -119,15 +118,6 @@ TEST(CreateTest, LibrariesMachinesAndSizesBeyondTheLimitsAreRefused) {
       {{"needs 34082848 bytes of GPU memory beside JAX's, but 34082847",
         kLimit},
        [](auto*, auto* m) { m->free_bytes = 34082847; }},
-      // Without 2 * 4 * 8 staged rows, 34082848 bytes become 33820704 bytes.
-      {{"needs 33820704 bytes of GPU memory beside JAX's, but 33820703"},
-       [](auto* s, auto* m) { s->zero_copy = true, m->free_bytes = 33820703; }},
-      {{"num_experts = 12 on 4 ranks", "power of two", kZeroCopy},
-       [](auto* s, auto*) { s->zero_copy = true, s->num_experts = 12; }},
-      {{"NVLink connects only 2 of the 4 ranks", kZeroCopy},
-       [](auto* s, auto* m) { s->zero_copy = true, m->nvlink_ranks = 2; }},
-      {{"rows of 23248 bytes need 232704 bytes", kLimit},
-       [](auto* s, auto*) { s->zero_copy = true, s->max_row_bytes = 23248; }},
       {{"times the 512 experts of an NVLink domain", kLimit},
        [](auto* s, auto*) { s->capacity = 1 << 22, s->num_experts = 512; }},
       {{"times num_experts = 1024 is more", kLimit},
@@ -177,22 +167,6 @@ TEST(CreateTest, MoreRowsThan32BitsCanCountAreRefused) {
   ExpectOk(CheckLayer(sizes, layer, 1));
   layer.top_k = 33;
   ExpectWords({"top_k = 33"}, CheckLayer(sizes, layer, 1));
-}
-
-TEST(CreateTest, WithZeroCopyLayersHaveTheCapacityOfTheGroup) {
-  Sizes sizes = SizesFor(kDims);
-  sizes.zero_copy = true;
-  sizes.num_experts = sizes.ep_size * 16;
-  Layer layer = {/*top_k=*/8, /*alignment=*/1, sizes.capacity, /*drop=*/true,
-                 Tail::kZero};
-  ExpectOk(CheckLayer(sizes, layer, 1));
-  layer.top_k = 9;
-  ExpectWords({"top_k = 9", "at most 8 experts", kZeroCopy},
-              CheckLayer(sizes, layer, 1));
-  layer = {/*top_k=*/8, /*alignment=*/1, sizes.capacity - 4, /*drop=*/true,
-           Tail::kZero};
-  ExpectWords({"it must be the group's, 64", kZeroCopy},
-              CheckLayer(sizes, layer, 1));
 }
 
 // NCCL EP's C interface throws C++ exceptions.

@@ -14,7 +14,6 @@ namespace {
 
 EP_INSTANTIATE_CONFORMANCE(Fake, FakeNccl());
 EP_INSTANTIATE_CONFORMANCE(Lent, LentNccl());
-EP_INSTANTIATE_CONFORMANCE(ZeroCopy, ZeroCopyNccl());
 
 using MovesTest = NcclGroupTest;
 
@@ -105,40 +104,21 @@ TEST_F(MovesTest, AnUnspecifiedTailIsNotWritten) {
 
 // ep_resize closes a group and connects another.
 TEST_F(MovesTest, FiftyReplacedGroupsLeaveNothingBehind) {
-  for (const testing::Backend& backend : {FakeNccl(), ZeroCopyNccl()}) {
-    const fake::Resources before = fake::CountResources();
-    fake::Resources during;
-    for (int i = 0; i < 50; ++i) {
-      const Domain domain = backend.make(kWorld)[0];
-      const Routed routed = PrepareRandom(domain, kDims);
-      for (Op op : kMoves) ExpectWorks(domain, op, routed, AnyType());
-      const fake::Resources now = fake::CountResources();
-      if (i == 0) during = now;
-      EXPECT_EQ(during, now) << "after " << i << " groups";
-      ForEachRank(domain.size(), [&](int64_t rank) {
-        ExpectOk(domain.groups[rank]->Close());
-      });
-    }
-    Await([&] { return fake::CountResources() == before; });
-    EXPECT_EQ(before, fake::CountResources());
-    EXPECT_LT(before.at("groups"), during.at("groups"));
-  }
-}
-
-TEST_F(MovesTest, WithZeroCopyEachMoveNeedsAWindowOfItsSlots) {
-  AllowLeaks();
-  for (Op op : kMoves) {
-    // Leaks the communicators, as XLA would, because failed groups use them.
-    Domain& domain = *new Domain(ZeroCopyNccl().make(kWorld)[0]);
+  const fake::Resources before = fake::CountResources();
+  fake::Resources during;
+  for (int i = 0; i < 50; ++i) {
+    const Domain domain = FakeNccl().make(kWorld)[0];
     const Routed routed = PrepareRandom(domain, kDims);
-    domain.lend = nullptr;
-    for (const Status& status : NewMove(domain, op, routed)->Run()) {
-      ExpectWords({OpName(op), "failed"}, status);
-    }
-    for (const std::string& sentence : fake::TakeViolations()) {
-      ExpectIn(sentence, {"zero_copy requires a window"});
-    }
+    for (Op op : kMoves) ExpectWorks(domain, op, routed, AnyType());
+    const fake::Resources now = fake::CountResources();
+    if (i == 0) during = now;
+    EXPECT_EQ(during, now) << "after " << i << " groups";
+    ForEachRank(domain.size(),
+                [&](int64_t rank) { ExpectOk(domain.groups[rank]->Close()); });
   }
+  Await([&] { return fake::CountResources() == before; });
+  EXPECT_EQ(before, fake::CountResources());
+  EXPECT_LT(before.at("groups"), during.at("groups"));
 }
 
 // A kernel launch takes some microseconds, a large part of a small op's time.

@@ -37,7 +37,6 @@ class NcclRanks : public Group {
 
   int64_t num_experts() const override { return first().num_experts(); }
   int64_t ep_size() const override { return first().ep_size(); }
-  bool needs_windows() const override { return first().needs_windows(); }
   Status MemBytes(const Layer& layer, int64_t num_tokens,
                   int64_t* out) const override {
     return first().MemBytes(layer, num_tokens, out);

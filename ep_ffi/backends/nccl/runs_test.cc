@@ -139,27 +139,5 @@ TEST_F(OrderTest, RanksThatDispatchInOtherOrdersFailAtTheNextPrepare) {
   PrepareRandom(domain, kDims);
 }
 
-// NCCL EP would read and write other rows of the rank with the other offset.
-TEST_F(OrderTest, WindowsAtOtherOffsetsFailTheNextPrepare) {
-  Domain domain = ZeroCopyNccl().make(kWorld)[0];
-  const Routed routed = PrepareRandom(domain, kDims);
-  const auto lend = domain.lend;
-  domain.lend = [&](int64_t rank, const std::byte* slots, int64_t num_bytes,
-                    Window* window) {
-    if (rank != 2) return lend(rank, slots, num_bytes, window);
-    Window later;
-    auto lent = lend(rank, slots, num_bytes, &later);
-    lent = lend(rank, slots + later.offset, num_bytes, window);
-    window->offset = 0;
-    return lent;
-  };
-  (void)NewMove(domain, Op::kDispatch, routed)->Run();
-  EXPECT_FALSE(fake::TakeViolations().empty());
-  ExpectWordsOnAll({"ep_prepare", "rank 0 and rank 2 disagree"},
-                   NewPrepare(domain, kDims));
-  ForEachRank(domain.size(),
-              [&](int64_t rank) { ExpectOk(domain.groups[rank]->Close()); });
-}
-
 }  // namespace
 }  // namespace ep::nccl

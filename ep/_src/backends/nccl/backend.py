@@ -38,9 +38,6 @@ _MIN_COMPUTE_CAPABILITY = 9.0
 # "xla": groups borrow XLA's communicators. "own": groups create communicators.
 _COMMUNICATOR = "EP_NCCL_COMMUNICATOR"
 
-# Whether NCCL EP moves rows between XLA's buffers without copies.
-_ZERO_COPY = "EP_NCCL_ZERO_COPY"
-
 
 class NcclBackend(Backend):
   """A backend for GPUs that NCCL EP supports, one for each process.
@@ -139,7 +136,6 @@ class NcclBackend(Backend):
         max_row_bytes=_padded_width(_size(group, "hidden_dim"))
         * group.max_token_dtype.itemsize,
         max_num_sms=group.max_num_sms,
-        zero_copy=environment.is_on(_ZERO_COPY),
         timeout_s=group.timeout_s,
         exit_after_s=group.exit_after_s,
         nccl=nccl,
@@ -156,11 +152,6 @@ class NcclBackend(Backend):
     def connect() -> dict[str, Any]:
       if _communicator() == "xla":
         _borrow(group, mesh)
-      elif environment.is_on(_ZERO_COPY):
-        raise ValueError(
-          f"ep_bootstrap: ${_ZERO_COPY} needs windows of XLA's buffers, which"
-          f" XLA makes only on its own communicators; set {_COMMUNICATOR}=xla."
-        )
       founder = answers[domains[domain, 0].process_index]
       hosts = {answer["host"] for answer in answers.values()}
       unique_id = base64.b64decode(founder["id"])
@@ -186,8 +177,7 @@ class NcclBackend(Backend):
       )
       for i, rank in enumerate(ranks)
     ]
-    borrows, zero_copy = _communicator() == "xla", environment.is_on(_ZERO_COPY)
-    return NcclConnection(group, borrows, zero_copy, lookouts)
+    return NcclConnection(group, _communicator() == "xla", lookouts)
 
 
 class NcclConnection(connection.NativeConnection):
@@ -196,16 +186,11 @@ class NcclConnection(connection.NativeConnection):
   weighs = False
 
   def __init__(
-    self,
-    group: GroupConfig,
-    borrows: bool,
-    zero_copy: bool,
-    lookouts: list[Lookout],
+    self, group: GroupConfig, borrows: bool, lookouts: list[Lookout]
   ):
     """Takes `borrows`: whether the group borrows XLA's communicators."""
     super().__init__(group)
     self._borrows = borrows
-    self._zero_copy = zero_copy
     self._lookouts = lookouts
 
   def lower(
@@ -220,11 +205,6 @@ class NcclConnection(connection.NativeConnection):
 
   def _lowering(self, op: str) -> Callable[..., Any]:
     return compat.on_collective_stream(super()._lowering(op))
-
-  def _custom_call(self, op: str) -> Callable[..., Any]:
-    if not self._zero_copy or op == "ep_prepare":
-      return super()._custom_call(op)
-    return functools.partial(_call_on_windows, op)
 
   def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
     if not self._borrows:
@@ -333,27 +313,6 @@ def _with_fitting_rows(
   wide = jax.core.ShapedArray((moved.shape[0], width), moved.dtype)
   outs = lower(ctx.replace(avals_out=[wide, *others]), *operands)
   return compat.lower_local(cut)(ctx.replace(avals_in=[wide, *others]), *outs)
-
-
-def _call_on_windows(
-  op: str, ctx: LoweringContext, *operands: Any, **attributes: Any
-) -> list[Any]:
-  """Lowers an op to a custom call whose slots XLA can put into a window.
-
-  XLA allocates the slots in its memory space 1, for symmetric memory. NCCL EP
-  writes to the slots of a combine. So a result shares their buffer, and XLA
-  copies the slots first if another operation reads them later.
-  """
-  results = list(ctx.avals_out)
-  if op in ("ep_dispatch", "ep_combine_bwd"):
-    aliases, spaces = {}, dict(results_memory_spaces="{0:1}")
-  else:
-    aliases, spaces = {1: len(results)}, dict(operands_memory_spaces="{1:1}")
-    ctx = ctx.replace(avals_out=[*results, ctx.avals_in[1]])
-  lower = jax.ffi.ffi_lowering(op, operand_output_aliases=aliases)
-  outs: Any = lower(ctx, *operands, **attributes)
-  compat.set_frontend_attributes(outs[0].owner, **spaces)
-  return list(outs)[: len(results)]
 
 
 def _in_one_result(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from ep._src.base import xla_flags
+from ep._src.base import compat
 
 # For each variable that must be off: its effect and the cure.
 REFUSED = {
@@ -41,7 +41,6 @@ _OFF = ("", "0", "false", "off")
 # the op fails on all ranks, and no rank waits for another.
 AGREED = {
   "EP_NCCL_COMMUNICATOR": "own",
-  "EP_NCCL_ZERO_COPY": "0",
   "NCCL_EP_DISPATCH_NUM_STAGES": "(unset)",
   "NCCL_EP_DISPATCH_NUM_PIPELINES": "(unset)",
   "NCCL_EP_COMBINE_NUM_STAGES_G2S": "(unset)",
@@ -72,12 +71,12 @@ _SAFE_XLA_FLAGS = {
 def check() -> None:
   """Raises `ValueError` for variables with which ops might be wrong or wait."""
   for variable, effect in REFUSED.items():
-    if is_on(variable):
-      value = os.environ[variable]
+    value = os.environ.get(variable, "")
+    if value.lower() not in _OFF:
       raise ValueError(
         f"ep_bootstrap: {variable} = {value} {effect}. See docs/gpu.md."
       )
-  flags = xla_flags.read()
+  flags = compat.xla_flags()
   for name, safe in _SAFE_XLA_FLAGS.items():
     flag = flags.get(name, name)
     _, _, value = flag.partition("=")
@@ -87,11 +86,6 @@ def check() -> None:
         " collectives beside the kernels of NCCL EP, so that ranks wait for"
         ' one another indefinitely; remove the flag, or pass backend="xla".'
       )
-
-
-def is_on(variable: str) -> bool:
-  """Returns whether the value of a variable is none of those for "off"."""
-  return os.environ.get(variable, "").lower() not in _OFF
 
 
 def settings() -> dict[str, str]:

@@ -57,8 +57,7 @@ Resources CountResources() {
           {"host allocations", LiveObjects<std::byte>::Get().size()},
           {"communicators", LiveObjects<ncclComm>::Get().size()},
           {"groups", LiveObjects<ncclEpGroup>::Get().size()},
-          {"handles", LiveObjects<ncclEpHandle>::Get().size()},
-          {"windows", LiveObjects<ncclWindow_vidmem>::Get().size()}};
+          {"handles", LiveObjects<ncclEpHandle>::Get().size()}};
 }
 
 void Contract::RequireNoHandler() {

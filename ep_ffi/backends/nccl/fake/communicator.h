@@ -6,7 +6,6 @@
 #include <cuda.h>
 #include <nccl.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -107,13 +106,6 @@ class Member {
 struct ncclComm {
   std::shared_ptr<ep::nccl::fake::Member> member;
   int num_groups = 0;  // NCCL EP groups on this communicator
-  std::atomic<int> num_windows{0};
-};
-
-struct ncclWindow_vidmem {
-  ncclComm_t comm;
-  std::byte* data;
-  size_t bytes;
 };
 
 #endif  // EP_FFI_BACKENDS_NCCL_FAKE_COMMUNICATOR_H_

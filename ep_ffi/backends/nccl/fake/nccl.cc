@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The fake NCCL: communicators, windows and ncclAllGather.
+// The fake NCCL: communicators and ncclAllGather.
 
 #include <nccl.h>
 #include <nccl_device/core.h>
@@ -115,7 +115,6 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   RequireCommunicator(contract, comm);
   if (!contract.kept()) return ncclInvalidArgument;
   contract.Require(comm->num_groups == 0, "a group of NCCL EP lives on it");
-  contract.Require(comm->num_windows == 0, "it has windows");
   contract.Require(!comm->member->IsBusy(), "its collectives have not ended");
   if (!contract.kept()) return ncclInvalidUsage;
   LiveObjects<ncclComm>::Get().Remove(comm);
@@ -133,31 +132,6 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   comm->member->clique().Abort(comm->member->rank());
   LiveObjects<ncclComm>::Get().Remove(comm);
   delete comm;
-  return ncclSuccess;
-}
-
-// In NCCL, registration is collective. XLA registers windows, not our code, so
-// the fake does not check this.
-ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, size_t bytes,
-                                    ncclWindow_t* window, int) {
-  Contract contract("ncclCommWindowRegister");
-  contract.RequireNoHandler();
-  RequireCommunicator(contract, comm);
-  if (!contract.kept()) return ncclInvalidArgument;
-  ++comm->num_windows;
-  *window = LiveObjects<ncclWindow_vidmem>::Get().Add(
-      new ncclWindow_vidmem{comm, static_cast<std::byte*>(data), bytes});
-  return ncclSuccess;
-}
-
-ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
-  Contract contract("ncclCommWindowDeregister");
-  if (!contract.Require(LiveObjects<ncclWindow_vidmem>::Get().Remove(window),
-                        "no such window")) {
-    return ncclInvalidArgument;
-  }
-  --comm->num_windows;
-  delete window;
   return ncclSuccess;
 }
 

@@ -60,11 +60,6 @@ void RequireConfig(Contract& contract, const ncclEpGroupConfig_t& c,
                    "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
   contract.Require(c.max_token_bytes > 0 && c.max_token_bytes % 16 == 0,
                    "max_token_bytes = ", c.max_token_bytes);
-  contract.Require(
-      c.zero_copy != NCCL_EP_ZERO_COPY_ON ||
-          (IsPowerOfTwo(num_experts / num_ranks) && nvlink_ranks == num_ranks),
-      "zero_copy with ", num_experts / num_ranks, " experts per rank and ",
-      nvlink_ranks, " NVLink ranks");
 }
 
 }  // namespace
@@ -126,8 +121,7 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
                    StrCat("ncclEpCreateGroup of ", config->num_experts, ", ",
                           config->max_dispatch_tokens_per_rank, ", ",
                           config->max_recv_tokens_per_rank, ", ",
-                          config->max_token_bytes, ", ", config->max_num_sms,
-                          ", ", config->zero_copy),
+                          config->max_token_bytes, ", ", config->max_num_sms),
                    contract.kept() ? config : nullptr, &configs, &id)) {
     return ncclInvalidArgument;
   }

@@ -94,7 +94,6 @@ struct Transfer {
   const float* weights;
   std::byte* out_rows;
   float* out_weights;
-  std::byte* slots = nullptr;  // with zero copy
 };
 
 // Writes the outputs of `rank`, except the rows past the used slots. Rounds
@@ -176,21 +175,7 @@ struct Move {
   std::string name;
   int64_t num_tokens;  // token rows in the op's arguments
   testing::RowType type;
-  uint64_t offset;  // of the slots in their window
 };
-
-// Requires that rows are in a window of the group's communicator.
-void RequireWindow(Contract& contract, const ncclEpGroup& group,
-                   const ncclEpTensor_t& rows) {
-  const ncclWindow_t window = rows.win_hdl;
-  if (contract.Require(LiveObjects<ncclWindow_vidmem>::Get().Has(window),
-                       "zero_copy requires a window")) {
-    contract.Require(window->comm == group.comm &&
-                         window->data + rows.win_offset == rows.data &&
-                         rows.win_offset < window->bytes,
-                     "the rows are not in their window");
-  }
-}
 
 // Runs dispatch or combine on the stream.
 void RunMove(const ncclEpHandle& handle, const Move& move, Transfer transfer) {
@@ -214,8 +199,7 @@ void RunMove(const ncclEpHandle& handle, const Move& move, Transfer transfer) {
   if (!ExchangeAll(
           member,
           StrCat(move.name, " of group ", group.id, ", ", move.type.width,
-                 " elements of type ", static_cast<int>(move.type.dtype),
-                 ", offset ", move.offset),
+                 " elements of type ", static_cast<int>(move.type.dtype)),
           contract.kept() ? &transfer : nullptr, &ranks, nullptr)) {
     return;
   }
@@ -231,13 +215,6 @@ void RunMove(const ncclEpHandle& handle, const Move& move, Transfer transfer) {
   member.clique().Exchange(member.rank(), "the end of " + move.name, nullptr,
                            nullptr);
   OverwriteScratch(handle);
-  // With zero copy, combine sums the slots that a token has on one rank in
-  // place. The fake overwrites all slots, so that a later reader gets wrong
-  // rows.
-  if (transfer.slots) {
-    std::memset(transfer.slots, 0x7f,
-                group.config.max_recv_tokens_per_rank * move.type.bytes());
-  }
 }
 
 // The descriptors of dispatch or combine.
@@ -270,20 +247,15 @@ ncclResult_t EnqueueMove(Contract& contract, const ncclEpHandle& handle, Op op,
                      " pass forbids topk_weights");
   }
   if (!contract.kept()) return ncclInvalidArgument;
-  const bool zero_copy = group.config.zero_copy == NCCL_EP_ZERO_COPY_ON;
-  if (zero_copy) RequireWindow(contract, group, *sides.slots);
-  if (!contract.kept()) return ncclInvalidArgument;
   const Move move = {op,
                      contract.function() + (backward ? " (backward)" : ""),
                      tokens.rows,
-                     {tokens.columns, DTypeOf(tokens.type)},
-                     sides.slots->win_offset};
+                     {tokens.columns, DTypeOf(tokens.type)}};
   Transfer transfer = {nullptr, tokens.data, weights.As<float>(), slots.data,
                        slot_weights.As<float>()};
   if (combines) {
     transfer = {nullptr, slots.data, slot_weights.As<float>(), tokens.data,
                 weights.As<float>()};
-    if (zero_copy) transfer.slots = slots.data;
   }
   return Member::Enqueue(
       group.member, contract, stream,

@@ -63,16 +63,12 @@ bool FakeChecker::leaks_allowed_ = false;
   return true;
 }();
 
-enum class Mode { kOwn, kLent, kZeroCopy };
-
-std::vector<Domain> MakeWorld(const WorldOptions& options, Mode mode) {
-  const bool is_lent = mode != Mode::kOwn;
+std::vector<Domain> MakeWorld(const WorldOptions& options, bool is_lent) {
   std::vector<Domain> domains(options.num_domains);
   for (int32_t i = 0; i < options.num_domains; ++i) {
     const int64_t ep_size = options.dims.ep_size;
     Sizes sizes = SizesFor(options.dims);
-    sizes.zero_copy = mode == Mode::kZeroCopy;
-    if (!sizes.zero_copy) sizes.capacity += kMoreRows;
+    sizes.capacity += kMoreRows;
     std::vector<std::shared_ptr<NcclGroup>> groups;
     std::vector<std::shared_ptr<Lent>> lent(ep_size);
     for (const Status& status : Connect(sizes, options.timeout_s, i * ep_size,
@@ -100,12 +96,6 @@ std::vector<Domain> MakeWorld(const WorldOptions& options, Mode mode) {
       if (lent[rank]) call->communicator = lent[rank]->comm();
       return std::make_shared<fake::InHandler>(mem, bytes);
     };
-    if (sizes.zero_copy) {
-      domain.lend = [lent](int64_t rank, const std::byte* slots,
-                           int64_t num_bytes, Window* window) {
-        return lent[rank]->Lend(slots, num_bytes, window);
-      };
-    }
     domain.synchronize = [streams, groups = domain.groups](int64_t rank) {
       return groups[rank]->Check();
     };
@@ -161,21 +151,6 @@ Lent::Lent(int32_t device, int32_t ep_size, int32_t rank, const std::string& id)
 Lent::~Lent() {
   const Device::Scope scope(*device_);
   EXPECT_EQ(ncclSuccess, ncclCommDestroy(comm_));
-}
-
-std::shared_ptr<void> Lent::Lend(const std::byte* rows, int64_t num_bytes,
-                                 Window* out) const {
-  constexpr uint64_t kOffset = 64;
-  const Device::Scope scope(*device_);
-  ncclWindow_t window = nullptr;
-  EXPECT_EQ(ncclSuccess,
-            ncclCommWindowRegister(
-                comm_, const_cast<std::byte*>(rows) - kOffset,
-                num_bytes + kOffset, &window, NCCL_WIN_COLL_SYMMETRIC));
-  *out = {window, kOffset};
-  return {window, [comm = comm_](ncclWindow_t w) {
-            EXPECT_EQ(ncclSuccess, ncclCommWindowDeregister(comm, w));
-          }};
 }
 
 Sizes SizesFor(const PlanDims& dims) {
@@ -245,7 +220,7 @@ testing::Backend FakeNccl() {
   testing::Backend backend;
   backend.name = "nccl";
   backend.make = [](const WorldOptions& options) {
-    return MakeWorld(options, Mode::kOwn);
+    return MakeWorld(options, /*is_lent=*/false);
   };
   backend.fit = Fit;
   backend.width_multiple = 8;
@@ -260,21 +235,7 @@ testing::Backend FakeNccl() {
 testing::Backend LentNccl() {
   testing::Backend backend = FakeNccl();
   backend.make = [](const WorldOptions& options) {
-    return MakeWorld(options, Mode::kLent);
-  };
-  return backend;
-}
-
-testing::Backend ZeroCopyNccl() {
-  testing::Backend backend = FakeNccl();
-  backend.make = [](const WorldOptions& options) {
-    return MakeWorld(options, Mode::kZeroCopy);
-  };
-  backend.fit = [](PlanDims dims) {
-    int64_t num_local = 4;  // experts of a rank
-    while (num_local * dims.ep_size < dims.num_experts) num_local *= 2;
-    dims.num_experts = num_local * dims.ep_size - 1;  // one slot is empty
-    return Fit(dims);
+    return MakeWorld(options, /*is_lent=*/true);
   };
   return backend;
 }

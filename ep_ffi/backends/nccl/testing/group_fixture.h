@@ -63,9 +63,6 @@ class Lent {
   ~Lent();
 
   ncclComm_t comm() const { return comm_; }
-  // Makes a window of `rows`, which lives as long as the result.
-  std::shared_ptr<void> Lend(const std::byte* rows, int64_t num_bytes,
-                             Window* out) const;
 
  private:
   const std::shared_ptr<Device> device_;
@@ -89,11 +86,10 @@ std::vector<std::shared_ptr<NcclGroup>> ConnectAll(
 
 void ExpectNan(const RowType& type, const testing::RankData& data);
 
-// Describe the backend for the conformance suite: with a process per GPU, with
-// one process for all GPUs, which borrows communicators, and with zero copy.
+// Describe the backend for the conformance suite: with a process per GPU, and
+// with one process for all GPUs, which borrows communicators.
 testing::Backend FakeNccl();
 testing::Backend LentNccl();
-testing::Backend ZeroCopyNccl();
 
 // The base class of tests that only the nccl backend passes.
 class NcclGroupTest : public testing::BackendTest {
