@@ -23,7 +23,7 @@ CORE = [
 TOOLS = [
   {"check"},
   {"debug", "planning"},
-  {"collectives", "huggingface", "records", "snapshots", "trace", "watch"},
+  {"collectives", "records", "snapshots", "trace", "watch"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

@@ -168,11 +168,6 @@ def layers(
   slots = moe.with_slots(params, whole.specs(), whole.num_expert_slots)
   assert_type(slots, dict[str, jax.Array])
   assert_type(state.after(metrics.load), moe.State)
-  hf = {"model_type": "mixtral"}
-  assert_type(moe.config_from_hf(hf), ep.MoEConfig)
-  weights, bias = moe.from_hf(hf, {"gate.weight": np.ones((8, 32))}, prefix="")
-  assert_type(bias, moe.State | None)
-  moe.to_hf(hf, weights, bias, prefix="model.layers.0.mlp.", fused=True)
   assert_type(presets.scaled(presets.OLMOE_1B_7B, 8), ep.MoEConfig)
 
 

@@ -112,8 +112,8 @@ def with_slots(
 
   If P does not divide E, the parameters of a layer on P ranks have more entries
   than experts: P * L. The entries of empty slots, the last ones, are zero, and
-  so are their gradients. `ep.moe.init` and `ep.moe.from_hf` return E entries,
-  and `ep.MoE.init` returns P * L.
+  so are their gradients. `ep.moe.init` returns E entries, and `ep.MoE.init`
+  returns P * L.
 
   On a mesh, call it under `jax.jit` with `out_shardings`. An Explicit EP axis
   does not split the result.
