@@ -23,7 +23,7 @@ from ep._src.native import shipped_files
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
 # Equals kInterfaceVersion of ep_ffi/core/export.h, which says when to add 1.
-INTERFACE_VERSION = 4
+INTERFACE_VERSION = 5
 
 # The values of the C++ enum `Tail` of ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -345,32 +345,6 @@ def mem_bytes(backend: str, name: str, *sizes: int) -> int:
   args = name.encode(), *map(ctypes.c_int64, sizes)
   out = ctypes.c_int64()
   _call(backend, "ep_group_mem_bytes", *args, ctypes.byref(out))
-  return out.value
-
-
-def group_memory(backend: str, name: str) -> tuple[int, int]:
-  """Returns the reserved and the resident host memory of a group, in bytes."""
-  reserved, resident = ctypes.c_int64(), ctypes.c_int64()
-  out = ctypes.byref(reserved), ctypes.byref(resident)
-  _call(backend, "ep_group_memory", name.encode(), *out)
-  return reserved.value, resident.value
-
-
-def start_trace(backend: str, name: str, path: str) -> None:
-  """Starts to record a group's ops; the records are appended to file `path`."""
-  args = name.encode(), os.fsencode(path)
-  _call(backend, "ep_group_trace_start", *args, op="ep.trace")
-
-
-def stop_trace(backend: str, name: str) -> None:
-  """Stops the trace of a group, if the group is open, and writes the file."""
-  _call(backend, "ep_group_trace_stop", name.encode(), op="ep.trace")
-
-
-def waited(backend: str, name: str) -> float:
-  """Returns the seconds that ranks of a traced group have waited for peers."""
-  out = ctypes.c_double()
-  _call(backend, "ep_group_waited", name.encode(), ctypes.byref(out))
   return out.value
 
 
