@@ -35,7 +35,6 @@ Running, measuring and debugging:
     describe, debug    show the routing of a step: as a table, as a picture
     record, replay     write the routing of each step to files, and reuse it
     suggest_capacity   computes a receive capacity from recorded routings
-    trace, explain     measure who waits for whom in a step, and why
     watch              says which processes of a hanging job lag, and why
     plan, place        predict exchange costs on a Cluster; place the experts
     testing            tests of a transport or a layer against the contract
@@ -103,9 +102,6 @@ from ep._tools.records.record import record as record
 from ep._tools.records.replay import Replay as Replay
 from ep._tools.records.replay import replay as replay
 from ep._tools.snapshots.snapshots import Snapshots as Snapshots
-from ep._tools.trace.explain import explain as explain
-from ep._tools.trace.explain import Explanation as Explanation
-from ep._tools.trace.trace import trace as trace
 from ep._tools.watch.watch import watch as watch
 
 __version__ = "0.1.0"  # also in MODULE.bazel; pyproject.toml reads it

@@ -13,7 +13,6 @@ import sys
 # For each command: the module whose `main(args)` runs it, and the help text.
 _COMMANDS = {
   "check": ("ep._tools.check", "print versions and usable backends"),
-  "explain": ("ep._tools.trace.explain", "say why a trace's steps are slow"),
   "launch": ("ep.launch._command", "start the ranks of a program"),
   "plan": ("ep._tools.planning.command", "predict the cost of exchanges"),
 }

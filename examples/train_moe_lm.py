@@ -13,7 +13,6 @@ docs/training.md has the details, and the folder lm the modules.
 """
 
 from collections.abc import Callable
-import contextlib
 import dataclasses
 import math
 import pathlib
@@ -91,9 +90,6 @@ _TIMEOUT_S = flags.DEFINE_float(
   "timeout_s", 300.0, "seconds without a step after which the run fails", 0.0
 )
 _PLOT = flags.DEFINE_string("plot", None, "picture of the run: *.png, *.svg")
-_TRACE = flags.DEFINE_string(
-  "trace", None, "trace of all ranks, explained at the end: *.json.gz"
-)
 
 _EVALUATE_EVERY = 50  # steps from one evaluation to the next
 
@@ -123,11 +119,6 @@ ranks.require(
   "warmup decay_steps",
   "warmup must be shorter than decay_steps",
   lambda warmup, decay_steps: warmup < decay_steps,
-)
-ranks.require(
-  "trace ep",
-  "a trace needs ep of at least 2: one rank exchanges nothing",
-  lambda trace, ep: trace is None or ep > 1,
 )
 ranks.require(
   "plot",
@@ -180,8 +171,8 @@ def check() -> None:
   data.read(ranks.text_path(), config().length)
   if _OUT.value:
     ranks.here(_OUT.value).mkdir(parents=True, exist_ok=True)
-  for file in filter(None, (_PLOT.value, _TRACE.value)):
-    ranks.here(file).open("ab").close()
+  if _PLOT.value:
+    ranks.here(_PLOT.value).open("ab").close()
 
 
 def config() -> model.Config:
@@ -193,9 +184,8 @@ def run() -> None:
   """Trains the models, from their last checkpoints if any; prints results."""
   cfg = config()
   text = data.read(ranks.text_path(), cfg.length)
-  out, picture, trace = (
-    ranks.here(flag.value) if flag.value else None
-    for flag in (_OUT, _PLOT, _TRACE)
+  out, picture = (
+    ranks.here(flag.value) if flag.value else None for flag in (_OUT, _PLOT)
   )
   say(
     f"{ranks.DP.value} x {ranks.EP.value} (dp, ep) mesh, processes: "
@@ -212,9 +202,8 @@ def run() -> None:
     backend=ranks.BACKEND.value,
     timeout_s=_TIMEOUT_S.value,
   )
-  with layer.group as group:
-    with ep.trace(group, trace) if trace else contextlib.nullcontext():
-      state, moe = train(cfg, layer, mesh, text, out)
+  with layer.group:
+    state, moe = train(cfg, layer, mesh, text, out)
   dense = []
   if _DENSE.value:
     _, dense = train(
@@ -233,14 +222,10 @@ def run() -> None:
     )
   if jax.process_index():
     return
-  if trace:
-    print(f"trace: {trace}\n{ep.explain(trace)}")
   if picture:
     title = describe(cfg, state)
     plot.plot_run(picture, moe, dense, text.unigram, title)
     print(f"picture: {picture}")
-  if picture and trace:
-    plot.plot_step(picture.with_stem(f"{picture.stem}_trace"), trace)
 
 
 def train(

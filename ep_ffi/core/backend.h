@@ -164,12 +164,6 @@ struct GatherArgs {
   float* topk_weights;
 };
 
-// The host memory that a process keeps between ops, in bytes.
-struct HostMemory {
-  int64_t reserved = 0;
-  int64_t resident = 0;  // the pages in RAM
-};
-
 // One process's view of the EP domains of a mesh.
 class Group {
  public:
@@ -193,17 +187,6 @@ class Group {
     return Status(Code::kInternal, "this backend takes no communicators");
   }
 
-  virtual HostMemory Memory() { return {}; }
-
-  // Starts a trace. StopTrace and Close write the trace to this file.
-  virtual Status StartTrace(const std::string&) {
-    return Status(Code::kInvalidArgument,
-                  "this backend has no trace yet; use backend=\"host\"");
-  }
-  virtual Status StopTrace() { return Status(); }
-  // Returns the mean time, in seconds, that a rank of this process has waited
-  // for other ranks in traced exchanges.
-  virtual double Waited() { return 0; }
 
   virtual void Prepare(Call call, const PrepareArgs& args) = 0;
   virtual void Scatter(Call call, const ScatterArgs& args) = 0;

@@ -43,42 +43,6 @@ EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
   });
 }
 
-EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
-                                  int64_t* resident, char* error,
-                                  int64_t error_bytes) {
-  return OnGroup(name, error, error_bytes, [&](ep::Group& group) {
-    const ep::HostMemory memory = group.Memory();
-    *reserved = memory.reserved;
-    *resident = memory.resident;
-    return ep::Status();
-  });
-}
-
-EP_EXPORT int32_t ep_group_trace_start(const char* name, const char* path,
-                                       char* error, int64_t error_bytes) {
-  return OnGroup(name, error, error_bytes,
-                 [&](ep::Group& group) { return group.StartTrace(path); });
-}
-
-// Stops the trace and writes the file. No effect on a closed group, which has
-// already written its file.
-EP_EXPORT int32_t ep_group_trace_stop(const char* name, char* error,
-                                      int64_t error_bytes) {
-  return ep::Export(error, error_bytes, [&] {
-    const std::shared_ptr<ep::Group> group = ep::Registry::Get().Find(name);
-    return group ? group->StopTrace() : ep::Status();
-  });
-}
-
-// Computes the mean seconds that a rank has waited (Group::Waited).
-EP_EXPORT int32_t ep_group_waited(const char* name, double* seconds,
-                                  char* error, int64_t error_bytes) {
-  return OnGroup(name, error, error_bytes, [&](ep::Group& group) {
-    *seconds = group.Waited();
-    return ep::Status();
-  });
-}
-
 // Waits for the device. Fails if the device found a fault that no op reported.
 EP_EXPORT int32_t ep_group_check(const char* name, char* error,
                                  int64_t error_bytes) {

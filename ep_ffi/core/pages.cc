@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 namespace ep {
 namespace {
@@ -62,14 +61,6 @@ void WriteZeros(std::byte* data, int64_t bytes) {
   std::byte* end = pages.data + pages.bytes;
   std::memset(data, 0, pages.data - data);
   std::memset(end, 0, data + bytes - end);
-}
-
-int64_t ResidentBytes(std::byte* data, int64_t bytes) {
-  const int64_t page = sysconf(_SC_PAGESIZE);
-  std::vector<unsigned char> pages((bytes + page - 1) / page);
-  if (mincore(data, bytes, pages.data()) != 0) return 0;
-  return page * std::count_if(pages.begin(), pages.end(),
-                              [](unsigned char status) { return status & 1; });
 }
 
 }  // namespace ep

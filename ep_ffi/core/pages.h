@@ -24,9 +24,6 @@ void PreferHugePages(std::byte* data, int64_t bytes);
 // even if its mask is zero. It does not map the page, so each read is slow.
 void WriteZeros(std::byte* data, int64_t bytes);
 
-// Returns how many bytes of a page-aligned array are in RAM.
-int64_t ResidentBytes(std::byte* data, int64_t bytes);
-
 }  // namespace ep
 
 #endif  // EP_FFI_CORE_PAGES_H_

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a training run, and one step of its trace, 1200 pixels wide."""
+"""Draws a training run, 1200 pixels wide."""
 
-import collections
 from collections.abc import Mapping, Sequence
-import gzip
-import json
 import pathlib
 from typing import Any
 
@@ -96,52 +93,3 @@ def _draw(axes, steps, values, label):
   (line,) = axes.plot(steps, means, label=label)
   axes.plot(steps, values, color=line.get_color(), linewidth=0.6, alpha=0.3)
   return line.get_color()
-
-
-def plot_step(path: pathlib.Path, trace: pathlib.Path) -> None:
-  """Draws a step of an `ep.trace` file, with a line for each rank.
-
-  The function picks the program with the most exchanges per step, and draws its
-  step of median duration.
-
-  Raises:
-    ValueError: the trace has fewer than two steps.
-  """
-  with (gzip.open if trace.suffix == ".gz" else open)(trace) as file:
-    exchanges = json.load(file)["ep"]["exchanges"]
-  steps = collections.defaultdict(list)
-  for e in exchanges:
-    steps[e["program"], e["step"]].append(e)
-  program, _ = max(steps, key=lambda key: len(steps[key]))
-  ends = {
-    step: max(max(e["ended"]) for e in each)
-    for (name, step), each in steps.items()
-    if name == program
-  }
-  # A step begins at the end of the previous step.
-  lengths = {n: ends[n] - ends[n - 1] for n in ends if n - 1 in ends}
-  if not lengths:
-    raise ValueError(f"{trace} has fewer than two steps; trace more of them.")
-  median = sorted(lengths, key=lengths.get)[len(lengths) // 2]
-
-  figure = Figure(figsize=(12, 3), layout="constrained")
-  axes = figure.subplots()
-  for e in sorted(steps[program, median], key=lambda e: e["domain"]):
-    rows = [f"{e['domain']}.{rank}" for rank in range(len(e["came"]))]
-    came, began, ended = (
-      1e3 * (np.array(e[name]) - ends[median - 1])
-      for name in ("came", "began", "ended")
-    )
-    waiting = axes.barh(rows, began - came, left=came, color="tab:red")
-    moving = axes.barh(rows, ended - began, left=began, color="tab:blue")
-  axes.set_xlim(0, 1e3 * lengths[median])
-  axes.invert_yaxis()
-  axes.set_ylabel("domain.rank")
-  axes.set_title(f"step {median}")
-  axes.set_xlabel("ms")
-  figure.legend(
-    [waiting, moving],
-    ["waiting for ranks", "moving rows"],
-    loc="outside right upper",
-  )
-  figure.savefig(path, dpi=100)

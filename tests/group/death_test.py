@@ -79,15 +79,14 @@ def test_two_jobs_do_not_mix(tmp_path):
 
 
 def run_deaths(notes, deaths):
-  run_traced(__file__, notes, *deaths, processes=1 + len(deaths))
+  run_deadly(__file__, notes, *deaths, processes=1 + len(deaths))
   check_deaths(notes, deaths)
 
 
-def run_traced(program, notes, *args, **options):
-  """Runs a program with traces, and checks that no shared memory is left."""
+def run_deadly(program, notes, *args, **options):
+  """Runs a program, and checks that no shared memory is left."""
   shared_memory = set(os.listdir("/dev/shm"))
-  env = {"EP_TRACE": str(notes / "traces")}
-  run_world(program, notes, *args, **options, env=env)
+  run_world(program, notes, *args, **options)
   assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
@@ -96,9 +95,6 @@ def check_deaths(notes, deaths):
   alive = set(range(1 + len(deaths)))
   slowest = 0.0
   for round, death in enumerate(map(Death.parse, deaths)):
-    if death.when != "before":
-      blamed = failure(notes, f"round_{round}").ranks
-      assert blamed == (sorted(alive).index(death.rank),)
     alive.remove(death.rank)
     died_at = float((notes / f"died_{round}").read_text())
     for rank in alive:
@@ -110,15 +106,6 @@ def check_deaths(notes, deaths):
   assert slowest < ERROR_WITHIN_S
   ended = {int(note.name[5:]) for note in notes.glob("rank_*")}
   assert ended == alive
-
-
-def failure(notes, group):
-  """Returns the failure that the traces of a group show."""
-  folder = notes / f"traces_{group}"
-  folder.mkdir()
-  for part in (notes / "traces").glob(f"{group}[.%]*"):
-    part.rename(folder / part.name)
-  return ep.explain(folder).failure
 
 
 # --- The program of a rank ---------------------------------------------------

@@ -65,17 +65,14 @@ _PLAN = "plan --preset=mixtral_8x7b --nodes=1 --tokens=64"
   [
     (f"{_PLAN} | true", 0, ""),
     (f"{_PLAN} >/dev/full", 1, "no space is left for the output"),
-    ("explain $'\\xff'", 1, "\\udcff/steps.json.gz is not a file of ep.trace"),
   ],
 )
 def test_the_output_is_closed_or_full(command, code, words, tmp_path):
-  """Commands print to closed pipes and full disks, and paths of any bytes."""
-  (tmp_path / "\udcff").mkdir()
-  (tmp_path / "\udcff/steps.json.gz").touch()
+  """Commands print to closed pipes and full disks."""
   done = subprocess.run(
     ["bash", "-c", f"set -o pipefail; {sys.executable} -m ep {command}"],
     cwd=tmp_path,
-    env=programs.environment(PYTHONIOENCODING="utf-8:strict"),
+    env=programs.environment(),
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
@@ -85,7 +82,7 @@ def test_the_output_is_closed_or_full(command, code, words, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "command", ["", " check", " explain", " launch", " plan"]
+  "command", ["", " check", " launch", " plan"]
 )
 def test_each_command_explains_itself(command, capsys):
   for option, code in ("--help", 0), ("--nope", 2):
@@ -99,4 +96,4 @@ def test_the_help_lists_every_command(capsys):
   with pytest.raises(SystemExit):
     main(["--help"])
   listed = re.findall(r"^(\w+) {2,}[a-z]", capsys.readouterr().out, re.M)
-  assert listed == ["check", "explain", "launch", "plan"]
+  assert listed == ["check", "launch", "plan"]

@@ -23,7 +23,7 @@ CORE = [
 TOOLS = [
   {"check"},
   {"debug", "planning"},
-  {"collectives", "records", "snapshots", "trace", "watch"},
+  {"collectives", "records", "snapshots", "watch"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

@@ -31,8 +31,6 @@ def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
   ) as group:
     assert_type(group, ep.EpGroup)
     group.check()
-    assert_type(group.memory().resident, int)
-    assert_type(group.waited(), float)
     assert_type(group.ep_size, int)
   ep.ep_finalize(group)
   layer = ep.EpLayerConfig(group, alignment=8, overflow="drop", name="first")
@@ -73,12 +71,6 @@ def dense_routing(
   topk_idx, topk_weights = ep.topk_from_map(routing_map, probs, top_k=2)
   assert_type(topk_weights, jax.Array)
   return ep.ep_prepare(layer, topk_idx)
-
-
-def slow_steps(group: ep.EpGroup) -> None:
-  with ep.trace(group, pathlib.Path("steps.json.gz")):
-    pass
-  assert_type(ep.explain("steps.json.gz"), ep.Explanation)
 
 
 def plans(cfg: ep.MoEConfig, topk_idx: jax.Array) -> None:

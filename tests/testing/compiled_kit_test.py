@@ -8,10 +8,10 @@ machine of benchmarks/targets.py for which the test compiles all programs:
         pytest tests/testing/compiled_kit_test.py
 """
 
-import collections
 import dataclasses
 import importlib.util
 import os
+import re
 
 import jax
 from jax.sharding import NamedSharding
@@ -21,7 +21,6 @@ from testing_subjects import XLA
 
 from benchmarks import targets
 from benchmarks.workload import AXIS, SPEC
-from ep._src.backends.xla import hlo
 from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
 from ep.testing._variants import Draw
@@ -30,16 +29,9 @@ PRESENT = "v5e" if importlib.util.find_spec("libtpu") else "h100x4"
 TARGET = os.environ.get("EP_TEST_TARGET")
 # One variant of each setting; routings share their programs.
 VARIANTS = [*{x.setting(): x for x in Draw(XLA, 0).every_kind()}.values()]
-# The collectives of each program. Dispatch sends rows and weights.
-DISPATCH, BACK = 2 * ["ep_dispatch"], 2 * ["ep_dispatch_bwd"]
-OPS = {
-  "forward": ["ep_prepare", *DISPATCH, "ep_combine"],
-  "pullback": ["ep_prepare", *DISPATCH, "ep_combine_bwd", *BACK],
-  "pushforward": ["ep_prepare", *DISPATCH, *DISPATCH, "ep_combine"],
-  "second_pullback": [
-    "ep_prepare", *DISPATCH, *DISPATCH, "ep_combine", "ep_combine_bwd", *BACK,
-  ],
-}  # fmt: skip
+# The number of exchanges in each program. A dispatch and its backward send rows
+# and weights; a combine and its backward send rows.
+EXCHANGES = dict(forward=3, pullback=5, pushforward=5, second_pullback=8)
 SHORT = [x for x in VARIANTS if x.tokens < 1000]
 
 
@@ -71,14 +63,6 @@ def test_programs_of_the_kit(variant):
   idx = ROUTINGS[variant.routing](rng, shape, setting.num_experts)
   oracle = trial.oracle(idx.astype(np.int32))
   inputs = oracle.inputs(rng, "normal")
-  for name in ("forward", "pullback", "pushforward", "second_pullback"):
-    program = _lower(name, trial, oracle, inputs).compile()
-    assert "ragged-all-to-all" in program.as_text()
-    assert _ops(program) == collections.Counter(OPS[name])
-
-
-def _ops(program):
-  """Counts the ops whose collectives `ep.trace` would find in a profile."""
-  (module,) = program.runtime_executable().hlo_modules()
-  proto = memoryview(module.as_serialized_hlo_module_proto())
-  return collections.Counter(x.op for x in hlo.Program(proto).ops.values())
+  for name, count in EXCHANGES.items():
+    text = _lower(name, trial, oracle, inputs).compile().as_text()
+    assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", text)) == count

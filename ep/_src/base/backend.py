@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 import dataclasses
 import functools
-import json
 import os
-import pathlib
 import threading
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 
-from ep._src.base import arguments, meshes
+from ep._src.base import arguments
 from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.base.meshes import Mesh
@@ -40,18 +38,6 @@ class CannotServe(ValueError):
   """The error if a backend cannot serve a mesh, but another backend might."""
 
 
-class GroupMemory(NamedTuple):
-  """The host memory of a group, in bytes.
-
-  Attributes:
-    reserved: the reserved address space.
-    resident: the reserved pages that were ever touched.
-  """
-
-  reserved: int
-  resident: int
-
-
 @dataclasses.dataclass(frozen=True)
 class OpParams:
   """The static parameters of every op.
@@ -63,7 +49,6 @@ class OpParams:
     tail: the rows that dispatch writes past the last slab: "zero",
       "unspecified" or, in checked mode, "nan".
     checked: whether JAX traced the op in checked mode.
-    in_trace: whether JAX traced the op with EP_TRACE.
   """
 
   connection: Connection = dataclasses.field(repr=False)
@@ -71,7 +56,6 @@ class OpParams:
   num_tokens: int
   tail: str
   checked: bool
-  in_trace: bool
 
   @property
   def drop(self) -> bool:
@@ -98,18 +82,15 @@ class Connection:
     group: the group's configuration, with the backend's defaults resolved.
     weighs: whether "ep_combine" multiplies rows by weights. If not, the caller
       multiplies the rows before, and the op has no weights.
-    has_trace: whether `ep.trace` can record the group's ops.
   """
 
   weighs = True
-  has_trace = False
 
   def __init__(self, group: GroupConfig):
     self.group = group
     self._process = os.getpid()
     self._is_open = True
     self._closing = threading.Lock()  # taken by the first thread that closes
-    self._trace_path: str | None = None  # set while a trace is on
     self._cached = functools.lru_cache(_CACHED)(lambda make, *args: make(*args))
     # Another thread may have made a group of this name after `check_free`.
     owner = _open.setdefault(group.name, self)
@@ -122,11 +103,8 @@ class Connection:
 
   @property
   def closes_at_exit(self) -> bool:
-    """Whether the connection closes when Python exits.
-
-    True if a peer may wait for this process, or a trace is on.
-    """
-    return self._trace_path is not None and not self._is_forked
+    """Whether the connection closes at exit, since a peer may wait for it."""
+    return False
 
   @property
   def _is_forked(self) -> bool:
@@ -173,56 +151,6 @@ class Connection:
     finally:
       _open.pop(self.group.name, None)
 
-  def start_trace(self, path: str) -> None:
-    """Starts to record the group's ops, for `ep.trace`.
-
-    `stop_trace` and `close` write the records to `<path>.part<i>`, where i is
-    the index of this process in the mesh.
-
-    Raises:
-      ValueError, OSError: the file cannot be written.
-      RuntimeError: a trace is on, or another group is traced to the path.
-    """
-    if self._trace_path is not None:
-      raise RuntimeError(
-        f'ep.trace: the group "{self.group.name}" is traced already; end that'
-        " trace first."
-      )
-    for other in open_connections():
-      if other._trace_path == path:
-        raise RuntimeError(
-          f'ep.trace: the group "{other.group.name}" is traced to {path}'
-          " already; choose another path."
-        )
-    mesh = self.group.mesh
-    assert meshes.has_devices(mesh)
-    processes = meshes.processes(mesh)
-    head = dict(
-      process=processes.index(jax.process_index()),
-      ep_size=self.group.ep_size,
-      processes=[
-        processes.index(d.process_index)
-        for d in meshes.domains(mesh, self.group.axis_name).flat
-      ],
-    )
-    part = pathlib.Path(f"{path}.part{head['process']}")
-    part.write_text(json.dumps(head) + "\n")
-    self._start_trace(str(part))
-    self._trace_path = path
-
-  def stop_trace(self) -> None:
-    """Stops the trace, if one is on, and writes this process's records."""
-    if self._is_open and self._trace_path is not None:
-      self._trace_path = None
-      self._stop_trace()
-
-  def _start_trace(self, part: str) -> None:
-    """Starts to record ops in the file `part`, after its first line."""
-    raise NotImplementedError
-
-  def _stop_trace(self) -> None:
-    raise NotImplementedError
-
   def finalize(self) -> None:
     """Calls `check`, and then `close`, even if `check` raises."""
     if self._begins_closing():
@@ -246,14 +174,6 @@ class Connection:
     Raises:
       ValueError, RuntimeError: the failure of an earlier op, once.
     """
-
-  def memory(self) -> GroupMemory:
-    """Returns the host memory that this process keeps between ops."""
-    return GroupMemory(reserved=0, resident=0)
-
-  def waited(self) -> float:
-    """Returns the seconds that a rank has waited for peers, on average."""
-    return 0.0
 
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
     """Raises `ValueError` if `op` cannot run on `mesh`.

@@ -61,11 +61,6 @@ def tail(asked: str) -> str:
   return "nan" if is_checked() else asked
 
 
-# Whether programs that JAX traces now also record times, with "xla".
-in_trace = jax.make_user_context(
-  default_value=os.environ.get("EP_TRACE", "") != ""
-)
-
 # The trace callback: None, or a hashable function f. Whenever JAX traces an
 # `ep_prepare`, the op calls `f(layer, topk_idx, topk_weights, leaves)` with one
 # rank's routing. `topk_weights` may be None; `leaves` are the arrays of the

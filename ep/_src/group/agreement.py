@@ -15,12 +15,11 @@ import hashlib
 import itertools
 import pathlib
 from typing import Any
-import urllib.parse
 
 import jax
 import jaxlib.version
 
-from ep._src.base import backend, compat, meshes, processes
+from ep._src.base import backend, compat, meshes
 from ep._src.base.config import GroupConfig
 from ep._src.group import liveness
 from ep._src.group.meeting import digest, Meeting
@@ -29,7 +28,7 @@ from ep._src.native import ffi
 # Prefixes of the XLA flags that do not change the compiled program.
 _HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_")
 
-# Counters of bootstraps, meetings and equal file names. Each key identifies a
+# Counters of bootstraps and meetings. Each key identifies a
 # set of processes, and all processes of the set have the same count.
 _serials: collections.defaultdict[str, itertools.count[int]]
 _serials = collections.defaultdict(itertools.count)
@@ -45,22 +44,6 @@ def group_name(mesh: meshes.Mesh, name: str | None) -> str:
     return name
   members = meshes.processes(mesh)
   return f"ep{next(_serials[digest(members)])}{_ending(members)}"
-
-
-def file_name(group: GroupConfig) -> str:
-  """Returns the name, without an extension, of a new group's trace file.
-
-  The name is equal on all processes of the group and unique in the job, also if
-  another group, like the result of `ep_resize`, has the same name, and if
-  `ep.launch` has started the job again.
-  """
-  ending = _ending(meshes.processes(group.mesh))
-  name = group.name.removesuffix(ending) + ending
-  earlier = next(_serials[f"files of {name}"])
-  file = urllib.parse.quote(name, safe="")  # quotes "@"
-  file = f"{file}@{1 + earlier}" if earlier else file
-  restart = processes.restart()
-  return f"{file}.restart_{restart}" if restart else file
 
 
 def _ending(members: Sequence[int]) -> str:

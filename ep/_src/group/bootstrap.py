@@ -12,8 +12,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
-import pathlib
 import sys
 from typing import Any, TypedDict, Unpack
 import weakref
@@ -28,7 +26,6 @@ from ep._src.base import arguments, arrays, meshes
 from ep._src.base.backend import (
   Backend,
   CannotServe,
-  Connection,
   open_connections,
 )
 from ep._src.base.config import GroupConfig, LayerConfig
@@ -56,7 +53,7 @@ _logger = logging.getLogger("ep")
 # earlier. JAX's handlers may wait for peers that wait for this process.
 @atexit.register
 def _close_all() -> None:
-  """Waits for the programs of groups with peers or a trace; closes the groups.
+  """Waits for the programs of groups with peers; closes the groups.
 
   After an uncaught exception, closes without a wait: peers fail immediately.
   """
@@ -91,32 +88,9 @@ def _check(group: GroupConfig) -> Backend:
 
 def _connect(group: GroupConfig) -> EpGroup:
   connection = _check(group).connect(group, agreement.join)
-  if folder := os.environ.get("EP_TRACE"):
-    _trace(connection, pathlib.Path(folder))
   connected = EpGroup(connection)
   weakref.finalize(connected, connection.release).atexit = False
   return connected
-
-
-def _trace(connection: Connection, folder: pathlib.Path) -> None:
-  """Starts to trace a group into a file in `folder`, until the group closes."""
-  if not connection.has_trace:
-    _logger.warning(
-      'EP_TRACE: the group "%s" has no devices', connection.group.name
-    )
-    return
-  try:
-    file = f"{agreement.file_name(connection.group)}.json.gz"
-    folder.mkdir(parents=True, exist_ok=True)
-    connection.start_trace(str(folder / file))
-  except BaseException as e:
-    connection.close()
-    if not isinstance(e, OSError):
-      raise
-    raise ValueError(
-      f"ep_bootstrap: EP_TRACE = {str(folder)!r}: {e.strerror}; name a folder"
-      " where this process can write, or unset EP_TRACE."
-    ) from e
 
 
 def _connect_by_platform(group: GroupConfig) -> EpGroup:

@@ -10,7 +10,7 @@ from typing import Any, Generic, NoReturn, overload, Self, TypeVar
 import jax.numpy as jnp
 
 from ep._src.base import arguments, contexts
-from ep._src.base.backend import Connection, GroupMemory, OpParams
+from ep._src.base.backend import Connection, OpParams
 from ep._src.base.config import GroupConfig, LayerConfig, NotCopied
 from ep._src.base.meshes import Mesh
 from ep._src.group import ending
@@ -95,39 +95,6 @@ class EpGroup(NotCopied):
     self.connection.check_open("EpGroup.check")
     self.connection.check()
 
-  def memory(self) -> GroupMemory:
-    """Returns the host memory that this process keeps for the group.
-
-    With "host" and several processes, a rank copies rows to shared memory for
-    ranks of other processes. An exchange copies T tokens or C slots and their
-    weights, in b bytes:
-
-        dispatch, backward of combine:   T * (H * itemsize + 4 * K) + 64
-        combine, backward of dispatch:   C * (H * itemsize + 4) + 64
-
-    to a segment of at least 64 KiB, whose size is the next power of two. Only
-    the pages of arrived slots become resident. An exchange that needs at least
-    a quarter of a free segment reuses it. So with at most n concurrent
-    exchanges of the process's ranks, each of at most b bytes,
-
-        reserved < 4 * n * max(b, 64 KiB)
-
-    With "nccl" and "xla" both are 0: NCCL EP and XLA manage other memory.
-    """
-    self.connection.check_open("EpGroup.memory")
-    return self.connection.memory()
-
-  def waited(self) -> float:
-    """Returns the seconds that a rank has waited for peers during traces.
-
-    The time increases while `ep.trace` is on, or with EP_TRACE; a dashboard can
-    show the increase in each step. The time is a mean over the ranks of this
-    process, and 0 with "nccl" and "xla". In an exchange, a rank waits from its
-    arrival to the last arrival.
-    """
-    self.connection.check_open("EpGroup.waited")
-    return self.connection.waited()
-
   def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(
       f'the group "{self.name}"',
@@ -187,7 +154,7 @@ class EpLayerConfig(NotCopied):
       of combine: "mxfp8" and "fp8_block128" round float rows like
       `ep.quant.quantize`, and send about half the bytes of bfloat16; None does
       not round. Derivatives ignore the rounding.
-    name: the name in messages and traces; default "moe".
+    name: the name in messages and profiles; default "moe".
 
   Raises:
     ValueError: a value is out of range or conflicts with the group.
@@ -299,7 +266,6 @@ class EpLayerConfig(NotCopied):
       num_tokens=num_tokens,
       tail=contexts.tail(self.tail),
       checked=contexts.is_checked(),
-      in_trace=contexts.in_trace.value,
     )
 
 

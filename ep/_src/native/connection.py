@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import backend, compat, meshes
-from ep._src.base.backend import GroupMemory, OpParams
+from ep._src.base.backend import OpParams
 from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig, WIRES
 from ep._src.base.meshes import Mesh
@@ -32,8 +32,6 @@ os.register_at_fork(after_in_child=_released.clear)
 class NativeConnection(backend.Connection):
   """A connection to a group in a native library; both have the same name."""
 
-  has_trace = True
-
   def __init__(self, group: GroupConfig):
     super().__init__(group)
     self._programs = ProgramNames(group.name)
@@ -42,16 +40,10 @@ class NativeConnection(backend.Connection):
   def closes_at_exit(self) -> bool:
     # With one process, no peer waits, and programs complete without a close.
     has_peers = len(meshes.processes(self.group.mesh)) > 1
-    return super().closes_at_exit or (not self._is_forked and has_peers)
+    return not self._is_forked and has_peers
 
   def check(self) -> None:
     ffi.check_group(self.group.backend, self.group.name)
-
-  def waited(self) -> float:
-    return ffi.waited(self.group.backend, self.group.name)
-
-  def memory(self) -> GroupMemory:
-    return GroupMemory(*ffi.group_memory(self.group.backend, self.group.name))
 
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
     there = meshes.places(mesh_of_devices(self.group.backend, self.group.mesh))
@@ -122,12 +114,6 @@ class NativeConnection(backend.Connection):
     """Returns the op attributes that describe borrowed communicators."""
     del ctx
     return dict(lent_mesh=np.zeros(0, np.int64), lent_axis=np.int64(0))
-
-  def _start_trace(self, part: str) -> None:
-    ffi.start_trace(self.group.backend, self.group.name, part)
-
-  def _stop_trace(self) -> None:
-    ffi.stop_trace(self.group.backend, self.group.name)
 
   def _close(self) -> None:
     ffi.close_group(self.group.backend, self.group.name)

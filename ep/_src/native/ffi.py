@@ -331,32 +331,6 @@ def mem_bytes(backend: str, name: str, *sizes: int) -> int:
   return out.value
 
 
-def group_memory(backend: str, name: str) -> tuple[int, int]:
-  """Returns the reserved and the resident host memory of a group, in bytes."""
-  reserved, resident = ctypes.c_int64(), ctypes.c_int64()
-  out = ctypes.byref(reserved), ctypes.byref(resident)
-  _call(backend, "ep_group_memory", name.encode(), *out)
-  return reserved.value, resident.value
-
-
-def start_trace(backend: str, name: str, path: str) -> None:
-  """Starts to record a group's ops; the records are appended to file `path`."""
-  args = name.encode(), os.fsencode(path)
-  _call(backend, "ep_group_trace_start", *args, op="ep.trace")
-
-
-def stop_trace(backend: str, name: str) -> None:
-  """Stops the trace of a group, if the group is open, and writes the file."""
-  _call(backend, "ep_group_trace_stop", name.encode(), op="ep.trace")
-
-
-def waited(backend: str, name: str) -> float:
-  """Returns the seconds that ranks of a traced group have waited for peers."""
-  out = ctypes.c_double()
-  _call(backend, "ep_group_waited", name.encode(), ctypes.byref(out))
-  return out.value
-
-
 def check_group(backend: str, name: str) -> None:
   """Waits for the device, and raises a failure that no op has raised yet."""
   _call(backend, "ep_group_check", name.encode())

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <deque>
 #include <new>
-#include <numeric>
 #include <utility>
 
 #include "ep_ffi/backends/host/movers/movers.h"
@@ -45,9 +44,6 @@ Contribution RowsContribution(const Call& call, const PlanDims& dims,
   c.signature[Signature::kSecondBytes] =
       weights ? num_weights * int64_t{sizeof(float)} : 0;
   c.arrays = {rows.data, weights};
-  c.moved = [num_slots = plan.num_slots(), row_bytes = rows.row_bytes()] {
-    return TracedRows{num_slots, 0, num_slots * row_bytes, {}};
-  };
   return c;
 }
 
@@ -96,23 +92,20 @@ Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
   std::unique_ptr<Peers> peers;
   EP_RETURN_IF_ERROR(Peers::Connect(options.topology, options.listener,
                                     options.timeout_s, tick_s, &peers));
-  const std::weak_ptr<SegmentPool> segments = peers->segments();
   auto exchanges =
       Exchanges::Create({options.name, options.timeout_s, options.on_run_failed,
                          options.exit_after_s},
                         std::move(peers));
-  out->reset(new HostGroup(std::move(options), segments, std::move(exchanges)));
+  out->reset(new HostGroup(std::move(options), std::move(exchanges)));
   return Status();
 }
 
-HostGroup::HostGroup(Options options, std::weak_ptr<SegmentPool> segments,
-                     std::shared_ptr<Exchanges> exchanges)
+HostGroup::HostGroup(Options options, std::shared_ptr<Exchanges> exchanges)
     : name_(std::move(options.name)),
       num_experts_(options.num_experts),
       topology_(std::move(options.topology)),
       on_run_failed_(std::move(options.on_run_failed)),
       process_(getpid()),
-      segments_(std::move(segments)),
       exchanges_(std::move(exchanges)) {}
 
 HostGroup::~HostGroup() {
@@ -131,27 +124,6 @@ std::shared_ptr<Exchanges> HostGroup::exchanges() const {
   if (IsForked()) return nullptr;  // a parent's thread may hold the lock
   MutexLock lock(mutex_);
   return exchanges_;
-}
-
-HostMemory HostGroup::Memory() {
-  if (IsForked()) return {};  // a parent's thread may hold the pool's lock
-  const std::shared_ptr<SegmentPool> segments = segments_.lock();
-  return segments ? segments->Memory() : HostMemory();
-}
-
-Status HostGroup::StartTrace(const std::string& path) {
-  const auto open = exchanges();
-  return open ? open->StartTrace(path) : Status();
-}
-
-Status HostGroup::StopTrace() {
-  const auto open = exchanges();
-  return open ? open->StopTrace() : Status();
-}
-
-double HostGroup::Waited() {
-  const auto open = exchanges();
-  return open ? open->Waited() / topology_.num_local() : 0;
 }
 
 void HostGroup::FailRun(int64_t run_id, const Status& status) {
@@ -236,14 +208,6 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
   c.arrays = {mine->starts.data(), mine->order.data()};
   c.num_chunks = 1;
-  c.moved = [args, experts = dims.num_local_experts()] {
-    const int32_t* dropped = args.dropped_counts;
-    const int32_t* tokens = args.token_counts;
-    return TracedRows{args.total_recv_tokens[0],
-                      std::accumulate(dropped, dropped + experts, int64_t{0}),
-                      0,
-                      {tokens, tokens + experts}};
-  };
   std::vector<bool> is_local;
   for (int32_t r = 0; r < dims.ep_size; ++r) {
     is_local.push_back(topology_.is_local(place.domain, r));

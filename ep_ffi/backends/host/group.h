@@ -21,7 +21,6 @@
 
 #include "ep_ffi/backends/host/engine/exchange.h"
 #include "ep_ffi/backends/host/topology.h"
-#include "ep_ffi/backends/host/transport/segment.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/plan.h"
@@ -57,11 +56,6 @@ class HostGroup : public Group {
     return Status();
   }
 
-  HostMemory Memory() override;
-  Status StartTrace(const std::string& path) override;
-  Status StopTrace() override;
-  double Waited() override;
-
   void Prepare(Call call, const PrepareArgs& args) override;
   void Scatter(Call call, const ScatterArgs& args) override;
   void Gather(Call call, const GatherArgs& args) override;
@@ -76,8 +70,7 @@ class HostGroup : public Group {
     int32_t rank = 0;
   };
 
-  HostGroup(Options options, std::weak_ptr<SegmentPool> segments,
-            std::shared_ptr<Exchanges> exchanges);
+  HostGroup(Options options, std::shared_ptr<Exchanges> exchanges);
 
   PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
   bool IsForked() const;
@@ -96,7 +89,6 @@ class HostGroup : public Group {
   const Topology topology_;
   const std::function<void(int64_t run_id, const Status&)> on_run_failed_;
   const pid_t process_;  // the process that created the group
-  const std::weak_ptr<SegmentPool> segments_;  // owned by `exchanges_`
 
   mutable Mutex mutex_;
   std::shared_ptr<Exchanges> exchanges_ EP_GUARDED_BY(mutex_);

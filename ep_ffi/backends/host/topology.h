@@ -7,7 +7,6 @@
 #ifndef EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
 #define EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -45,11 +44,6 @@ struct Topology {
   }
   bool is_local(int32_t domain, int32_t rank) const {
     return member(domain, rank).process == process;
-  }
-  int64_t num_local() const {
-    return std::count_if(
-        members.begin(), members.end(),
-        [this](const Member& member) { return member.process == process; });
   }
   bool has_local_rank(int32_t domain) const {
     for (int32_t r = 0; r < ep_size; ++r) {

@@ -43,29 +43,16 @@ Status Device::Init(int32_t ordinal, int32_t num_reports) {
       cuda.Check(cuda.cuDevicePrimaryCtxRetain(&context_, device_),
                  "cuDevicePrimaryCtxRetain"));
   Scope scope(*this);
-  std::byte* shared = nullptr;
+  // Unified addressing, which Hopper has, lets the device use host addresses.
+  const size_t bytes = sizeof(Progress) + num_reports * sizeof(Report);
+  void* shared = nullptr;
   EP_RETURN_IF_ERROR(
-      AllocateShared(sizeof(Progress) + num_reports * sizeof(Report), &shared));
-  progress_ = reinterpret_cast<Progress*>(shared);
+      cuda.Check(cuda.cuMemHostAlloc(&shared, bytes, CU_MEMHOSTALLOC_DEVICEMAP),
+                 "cuMemHostAlloc"));
+  std::memset(shared, 0, bytes);
+  progress_ = static_cast<Progress*>(shared);
   reports_ = reinterpret_cast<Report*>(progress_ + 1);
   return LoadKernels();
-}
-
-Status Device::AllocateShared(int64_t bytes, std::byte** out) const {
-  // Unified addressing, which Hopper has, lets the device use host addresses.
-  void* memory = nullptr;
-  EP_RETURN_IF_ERROR(libraries_.Check(
-      libraries_.cuMemHostAlloc(&memory, bytes, CU_MEMHOSTALLOC_DEVICEMAP),
-      "cuMemHostAlloc"));
-  std::memset(memory, 0, bytes);
-  *out = static_cast<std::byte*>(memory);
-  return Status();
-}
-
-Status Device::AllocateRing(int64_t bytes) {
-  if (ring_) return Status();
-  Scope scope(*this);
-  return AllocateShared(bytes, &ring_);
 }
 
 Status Device::LoadKernels() {
@@ -101,7 +88,6 @@ Device::~Device() {
     Scope scope(*this);
     if (module_) libraries_.cuModuleUnload(module_);
     if (progress_) libraries_.cuMemFreeHost(progress_);
-    if (ring_) libraries_.cuMemFreeHost(ring_);
   }
   libraries_.cuDevicePrimaryCtxRelease(device_);
 }
@@ -142,10 +128,8 @@ bool Device::TakeReport(int32_t i, uint64_t ticket, Outcome* out) const {
 }
 
 Progress Device::ReadProgress() const {
-  // The caller may read stamps of ended ops next, which kernels have written
-  // before these counters. Arm would otherwise read the stamps first.
-  return {__atomic_load_n(&progress_->begun, __ATOMIC_ACQUIRE),
-          __atomic_load_n(&progress_->ended, __ATOMIC_ACQUIRE)};
+  return {__atomic_load_n(&progress_->begun, __ATOMIC_RELAXED),
+          __atomic_load_n(&progress_->ended, __ATOMIC_RELAXED)};
 }
 
 Status Device::CountFreeBytes(int64_t* out) const {

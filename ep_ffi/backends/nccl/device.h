@@ -76,8 +76,8 @@ class Device {
   Status LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
                       Routing* routing, Moved* moved = nullptr) const;
 
-  // The reports, the op counts and the ring of trace stamps are in host memory,
-  // which the device accesses at the same addresses.
+  // The reports and the op counts are in host memory, which the device accesses
+  // at the same addresses.
   Report* report(int32_t i) const { return reports_ + i; }
   // Moves the outcome of report `i` to `out`. Returns false if the device has
   // not yet written an outcome with this ticket.
@@ -85,10 +85,6 @@ class Device {
 
   Progress* progress() const { return progress_; }
   Progress ReadProgress() const;
-
-  // Allocates the ring of trace stamps, unless it exists.
-  Status AllocateRing(int64_t bytes);
-  std::byte* ring() const { return ring_; }
 
   // Waits until the device has run all enqueued work.
   Status Synchronize() const;
@@ -104,8 +100,6 @@ class Device {
   explicit Device(const Libraries& libraries) : libraries_(libraries) {}
 
   Status Init(int32_t ordinal, int32_t num_reports);
-  // Allocates `bytes` zeroed bytes of host memory that the device can access.
-  Status AllocateShared(int64_t bytes, std::byte** out) const;
   Status LoadKernels();
   Status Launch(Kernel kernel, int64_t blocks, CUstream stream,
                 void** parameters) const;
@@ -119,7 +113,6 @@ class Device {
   CUfunction kernels_[kNumKernels] = {};
   Progress* progress_ = nullptr;
   Report* reports_ = nullptr;  // part of progress_'s allocation
-  std::byte* ring_ = nullptr;
   bool leaked_ = false;
 };
 

@@ -71,7 +71,6 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device)
           StrCat("rank ", options.rank, " of EP domain ", options.domain),
           options.timeout_s, options.exit_after_s)),
       reports_(device_, options.sizes, options.domain),
-      stamps_(device_, options.sizes, options.rank),
       failed_(Code::kFailedPrecondition, "the group is not connected yet") {}
 
 Status NcclGroup::ConnectById(const std::string& unique_id) {
@@ -106,19 +105,6 @@ Status NcclGroup::Open() {
   return Status();
 }
 
-Status NcclGroup::StartTrace(const std::string& path) {
-  MutexLock lock(mutex_);
-  EP_RETURN_IF_ERROR(failed_);
-  return stamps_.Start(path);
-}
-
-Status NcclGroup::StopTrace() {
-  MutexLock lock(mutex_);
-  const Status drained = failed_.ok() ? Drain() : failed_;
-  const Status stopped = stamps_.Stop();
-  return drained.ok() ? stopped : drained;
-}
-
 Status NcclGroup::Check() {
   MutexLock lock(mutex_);
   EP_RETURN_IF_ERROR(failed_);
@@ -137,7 +123,6 @@ Status NcclGroup::Close() {
   }
   communicator_.reset();
   watchdog_->Stop();
-  (void)stamps_.Stop();
   failed_ = Status(Code::kFailedPrecondition,
                    StrCat("the group \"", options_.name,
                           "\" was finalized; bootstrap a new one"));
@@ -227,7 +212,7 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(communicator_->Update(
       layer, handle, routing.choices, args.num_tokens, stream)));
   reports_.Add(Name(call), layer, stream);
-  NoteEnqueued(call, routing, /*row_bytes=*/0);
+  NoteEnqueued(call);
   return Status();
 }
 
@@ -298,7 +283,7 @@ Status NcclGroup::EnqueueMove(const Call& call, const Mem& mem,
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(
       Device::kFinish, std::clamp(rows.count, int64_t{1}, kFinishBlocks),
       stream, &routing, &moved)));
-  NoteEnqueued(call, routing, rows.row_bytes());
+  NoteEnqueued(call);
   if (!is_checked) return Status();
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(
       Device::kFindNotFinite, rows.count, stream, &routing, &moved)));
@@ -306,12 +291,7 @@ Status NcclGroup::EnqueueMove(const Call& call, const Mem& mem,
                                               stream, &routing, &moved));
 }
 
-void NcclGroup::NoteEnqueued(const Call& call, const Routing& routing,
-                             int64_t row_bytes) {
-  const Site& site = *call.site;
-  stamps_.Add(
-      {call.op, site.layer.name, site.program, site.id, step_, options_.domain},
-      routing, row_bytes);
+void NcclGroup::NoteEnqueued(const Call& call) {
   watchdog_->Add(StrCat(Name(call), ", step ", step_, " of \"",
                         call.site->program, "\", op ", call.site->position));
 }
@@ -329,7 +309,6 @@ Routing NcclGroup::NextRouting(const Layer& layer, int64_t num_tokens,
   Routing routing =
       RoutingIn(options_.sizes, layer, num_tokens, options_.rank, mem);
   watchdog_->Number(&routing);
-  stamps_.Give(&routing);
   return routing;
 }
 
@@ -370,7 +349,6 @@ Status NcclGroup::Drain() {
     const Status status = TakeOutcome();
     if (first.ok()) first = status;
   }
-  stamps_.Collect(/*all_have=*/failed_.ok());
   const Status shared = reports_.TakeShared();
   return first.ok() ? shared : first;
 }

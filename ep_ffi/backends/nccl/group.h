@@ -15,7 +15,6 @@
 #include "ep_ffi/backends/nccl/limits.h"
 #include "ep_ffi/backends/nccl/reports.h"
 #include "ep_ffi/backends/nccl/runs.h"
-#include "ep_ffi/backends/nccl/stamps.h"
 #include "ep_ffi/backends/nccl/watchdog.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/hash.h"
@@ -103,8 +102,6 @@ class NcclGroup : public Group {
 
   // Does nothing, because XLA itself stops the stream of a failed program.
   void FailRun(int64_t, const Status&) override {}
-  Status StartTrace(const std::string& path) override;
-  Status StopTrace() override;
   Status Check() override;
   Status Close() override;
 
@@ -134,9 +131,8 @@ class NcclGroup : public Group {
   // Returns the routing in `mem` for the next op to enqueue.
   Routing NextRouting(const Layer& layer, int64_t num_tokens, std::byte* mem)
       EP_REQUIRES(mutex_);
-  // Records that a whole op, with rows of `row_bytes` bytes, was enqueued.
-  void NoteEnqueued(const Call& call, const Routing& routing, int64_t row_bytes)
-      EP_REQUIRES(mutex_);
+  // Records that a whole op was enqueued.
+  void NoteEnqueued(const Call& call) EP_REQUIRES(mutex_);
 
   Status SizeMem(const Layer& layer, int64_t num_tokens, int64_t* out) const
       EP_REQUIRES(mutex_);
@@ -161,7 +157,6 @@ class NcclGroup : public Group {
   mutable Mutex mutex_;
   std::shared_ptr<Communicator> communicator_ EP_GUARDED_BY(mutex_);
   Reports reports_ EP_GUARDED_BY(mutex_);
-  Stamps stamps_ EP_GUARDED_BY(mutex_);
   Runs runs_ EP_GUARDED_BY(mutex_);
   int64_t step_ EP_GUARDED_BY(mutex_) = 0;  // number of the current run
   // Hash of the ops that were enqueued since the last prepare.

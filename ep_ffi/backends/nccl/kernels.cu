@@ -18,17 +18,6 @@
 
 #ifndef EP_NCCL_IS_FAKE  // the fake defines these functions itself
 #include "warp.h"
-
-namespace ep::nccl {
-
-// Returns the nanoseconds since 1970 on the GPU's clock.
-__device__ inline uint64_t Nanoseconds() {
-  uint64_t ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
-
-}  // namespace ep::nccl
 #endif
 
 namespace ep::nccl {
@@ -100,16 +89,10 @@ __device__ void CountOp(uint64_t number, uint64_t* count) {
 }
 
 __device__ void BeginOp(const Routing& r) {
-  if (r.stamp) r.stamp->begun = Nanoseconds();
   CountOp(r.number, &r.progress->begun);
 }
 
-__device__ void EndOp(const Routing& r, int64_t rows) {
-  if (r.stamp) {
-    r.stamp->ended = Nanoseconds();
-    r.stamp->rows = rows;
-    __threadfence_system();
-  }
+__device__ void EndOp(const Routing& r) {
   CountOp(r.number, &r.progress->ended);
 }
 
@@ -172,7 +155,7 @@ __device__ void WriteOutcome(const Routing& r, const Outcome& outcome) {
   const bool failed = outcome.fault != Fault::kNone;
   *r.total_recv_tokens = failed ? -1 : r.needs[r.rank];
   *r.max_recv_tokens = failed ? -1 : largest;
-  EndOp(r, *r.total_recv_tokens);
+  EndOp(r);
   WriteReport(r.report, outcome, r.ticket);
 }
 
@@ -184,9 +167,6 @@ __device__ void WriteSlab(const Routing& r, int32_t j, bool failed) {
   r.group_sizes[j] = min(RoundUp(total, r.alignment), left);
   r.token_counts[j] = min(total, left);
   r.dropped_counts[j] = total - r.token_counts[j];
-  if (!r.stamp) return;
-  r.stamp_counts[j] = r.token_counts[j];
-  r.stamp_counts[r.num_local + j] = r.dropped_counts[j];
 }
 
 // Returns whether a choice has a slot. The routing must have no fault.
@@ -316,7 +296,7 @@ extern "C" __global__ void EpClearForeign(Routing r) {
 // the routing has a fault, writes NaN to all rows. Runs any number of blocks.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
   if (ThreadIndex() == 0) {
-    EndOp(r, r.header->num_slots);
+    EndOp(r);
     if (m.exponent) r.header->not_finite = 0;
   }
   const Outcome outcome = CheckHandle(r);

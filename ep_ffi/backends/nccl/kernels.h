@@ -55,13 +55,6 @@ struct Progress {
   uint64_t ended;
 };
 
-// Host memory to which the device writes the trace of an op.
-struct Stamp {
-  uint64_t begun;  // nanoseconds
-  uint64_t ended;  // nanoseconds
-  int64_t rows;    // used slots; of a prepare, the required rows
-};
-
 // The first bytes of EpHandle.mem.
 struct Header {
   uint64_t magic;
@@ -136,9 +129,6 @@ struct Routing {
 
   Progress* progress;
   uint64_t number;  // number of the op
-
-  Stamp* stamp;           // null without a trace
-  int32_t* stamp_counts;  // [2][L] of a prepare: tokens, dropped choices
 };
 
 // The rows and weights that dispatch, combine or a backward op returns.

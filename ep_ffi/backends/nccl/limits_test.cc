@@ -245,7 +245,6 @@ TEST_F(LentTest, RanksOfAProcessAreFoundByDevice) {
   EXPECT_EQ(nullptr, ranks.OnDevice(5));
   EXPECT_EQ(nullptr, ranks.At(2));
   ExpectWords({"GPU 5", "no rank"}, ranks.Connect(5, nullptr));
-  ExpectWords({"several GPUs"}, ranks.StartTrace("trace"));
   ExpectOk(ranks.Check());
   ExpectOk(ranks.Close());
   ExpectWords({"was finalized"}, groups_[1]->Check());

@@ -20,13 +20,6 @@ Status NcclRanks::Connect(int32_t device, void* communicator) {
                 StrCat("GPU ", device, " of this process has no rank"));
 }
 
-Status NcclRanks::StartTrace(const std::string& path) {
-  if (ranks_.size() == 1) return first().StartTrace(path);
-  return Status(Code::kInvalidArgument,
-                "a process with several GPUs has no trace; start a process for "
-                "each GPU");
-}
-
 Status NcclRanks::CheckMachine(int64_t num_hosts) {
   for (const Rank& rank : ranks_) {
     EP_RETURN_IF_ERROR(rank.group->CheckMachine(num_hosts));

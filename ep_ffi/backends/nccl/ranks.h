@@ -63,8 +63,6 @@ class NcclRanks : public Group {
 
   // Does nothing, because XLA itself stops the stream of a failed program.
   void FailRun(int64_t, const Status&) override {}
-  Status StartTrace(const std::string& path) override;
-  Status StopTrace() override { return first().StopTrace(); }
   Status Check() override;
   Status Close() override;
 

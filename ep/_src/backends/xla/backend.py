@@ -17,13 +17,12 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.xla import checks, exchanges, plans, profile, stamps
+from ep._src.backends.xla import checks, exchanges, plans
 from ep._src.backends.xla.plans import Dims, Plan
-from ep._src.base import compat, contexts, meshes
+from ep._src.base import compat
 from ep._src.base.backend import Backend, Connection, Join, OpParams
 from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig
-from ep._src.base.primitive import ProgramNames
 
 
 class XlaBackend(Backend):
@@ -35,14 +34,7 @@ class XlaBackend(Backend):
 
 
 class XlaConnection(Connection):
-  """A connection through XLA's collectives; its only state is a trace."""
-
-  def __init__(self, group: GroupConfig):
-    super().__init__(group)
-    self.has_trace = meshes.has_devices(group.mesh)
-    self._stamps = stamps.Stamps(group)
-    self._recorder: stamps.Stamps | profile.Profile = self._stamps
-    self._programs = ProgramNames(group.name)
+  """A connection through XLA's collectives, without state."""
 
   def mem_bytes(self, params: OpParams) -> int:
     return plans.mem_bytes(Dims(params.layer, params.num_tokens))
@@ -57,59 +49,19 @@ class XlaConnection(Connection):
       can_raise=compat.can_call_python(ctx),
       tail=params.tail,
     )
-    site = None
-    if params.in_trace and self.has_trace and dims.can_raise:
-      site = stamps.Site(
-        op,
-        params.layer.name,
-        self._programs.name(ctx),
-        compat.next_position(ctx),
-        _row_bytes(*ctx.avals_in),
-      )
 
     def fn(*operands: Any) -> Sequence[jax.Array]:
       if not dims.T:
         return [jnp.zeros(out.shape, out.dtype) for out in ctx.avals_out]
-      if site:
-        operands = self._stamps.before(site, operands)
       if op != "ep_prepare":
         operands = *_open(dims, op, operands[0]), *operands[1:]
       outs = _OPS[op](dims, *operands)
-      if site:
-        self._stamps.after(site, outs, _counts(op, operands[0], outs))
       if op == "ep_combine" and params.checked:
         return [checks.check_finite(dims, *outs)]
       return outs
 
     scope = jax.named_scope(f"{op}[{params.layer.name}]")
     return compat.lower_local(scope(fn))(ctx, *operands)
-
-  def _start_trace(self, part: str) -> None:
-    is_in_program = contexts.in_trace.value
-    self._recorder = (
-      self._stamps if is_in_program else profile.Profile(self.group)
-    )
-    self._recorder.start(part)
-
-  def _stop_trace(self) -> None:
-    self._recorder.stop()
-
-  def _close(self) -> None:
-    self._recorder.stop()
-
-
-def _row_bytes(mem: Any, rows: Any = None, *_: Any) -> int:
-  """Returns the bytes of a row that an op sends; 0 for ep_prepare."""
-  del mem
-  return 0 if rows is None else int(rows.shape[-1] * rows.dtype.itemsize)
-
-
-def _counts(op: str, plan: Plan, outs: list[jax.Array]) -> jax.Array:
-  """Returns an op's counts of slots and tokens, for `Stamps.after`."""
-  if op != "ep_prepare":
-    return jnp.concatenate([plan.used, jnp.zeros(1, jnp.int32)])
-  tokens, total, dropped = outs[2], outs[3], outs[4]
-  return jnp.concatenate([total, dropped.sum(keepdims=True), tokens])
 
 
 def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:

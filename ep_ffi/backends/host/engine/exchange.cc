@@ -15,11 +15,6 @@
 namespace ep::host {
 namespace {
 
-TracedOp ForTrace(const PostedOp& op, int32_t domain) {
-  return {op.op, op.layer, op.program, op.launch.site_id, op.launch.number,
-          domain};
-}
-
 // Copies the arrays of a contribution to a segment that is large enough.
 void Stage(const Contribution& c, std::byte* segment) {
   std::byte* second = segment + c.signature.second_offset();
@@ -74,7 +69,6 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
   const Key key = {domain, call.site->id, call.run_id};
   Part part;
   part.is_posted = true;
-  part.came_at = trace_.Time();
   part.op = NameOp(call);
   Note(domain, rank, part.op);
   const Status announced = Announce(key, part.op, rank, contribution);
@@ -118,7 +112,6 @@ void Exchanges::OnPost(int32_t process, const Message& m,
                        const Status& mapped) {
   Part part;
   part.is_posted = true;
-  part.came_at = trace_.Time();
   part.op.op = static_cast<Op>(m.signature[Signature::kOp]);
   part.op.launch = m.launch;
   part.op.position = m.position;
@@ -179,10 +172,8 @@ Status Exchanges::Add(const Key& key, int32_t rank, Part part,
   const Exchange* begun = pending_.Find(key, rank);
   const Status why_not = WhyNotComplete(begun, key.domain, rank);
   if (!why_not.ok()) {
-    const Status status = FailedOnRank(
-        part.op.Name(), topology().RankName(key.domain, rank), why_not);
-    TraceLeft(part.op, key.domain, begun, status);
-    return status;
+    return FailedOnRank(part.op.Name(), topology().RankName(key.domain, rank),
+                        why_not);
   }
   waiting_.erase(key.domain * topology().ep_size + rank);
   *complete = pending_.Add(key, rank, std::move(part));
@@ -208,11 +199,9 @@ Status Exchanges::WhyNotComplete(const Exchange* exchange, int32_t domain,
 void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
   const Status compared = Disagreement(topology(), *exchange);
   if (!compared.ok()) {
-    TraceFailure(*exchange, compared);
     FailRunEverywhere(exchange->key.site_id, exchange->key.run_id, compared);
     return Finish(exchange, compared, own);
   }
-  exchange->complete_at = trace_.Time();
   const auto batch = std::make_shared<Batch>(std::move(exchange));
   // `self` keeps this object alive for the executor's threads. `self` is null
   // if the destructor waits for this thread; then there is no executor.
@@ -221,7 +210,6 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
     const Status status = batch->status();
     if (!status.ok()) {
       const Key& key = batch->exchange()->key;
-      TraceFailure(*batch->exchange(), status);
       FailRunEverywhere(key.site_id, key.run_id, status);
     }
     Finish(batch->exchange(), status, own);
@@ -239,7 +227,6 @@ void Exchanges::Finish(const ExchangePtr& exchange, const Status& status,
     MutexLock lock(mutex_);
     outcomes_.ReportError();
   }
-  if (status.ok() && exchange->complete_at > 0) TraceEnd(*exchange);
   // The worker takes `done` from the exchange and destroys it: `done` may own
   // this object, which the progress thread must not destroy. Moving `done` into
   // the task would not do, because a moved std::function of libc++ may keep its
@@ -297,18 +284,9 @@ void Exchanges::WithRunId(const Launch& launch,
 
 void Exchanges::FailCall(const Call& call, const Status& reason) {
   const int32_t index = topology().FindDevice(call.device);
-  const PostedOp op = NameOp(call);
-  const Status status = FailedOnRank(
-      op.Name(),
-      index < 0 ? StrCat("device ", call.device) : topology().MemberName(index),
-      reason);
-  if (index >= 0) {
-    const int32_t size = topology().ep_size;
-    trace_.Fail(
-        {ForTrace(op, index / size), {index % size}, /*are_absent=*/true},
-        status);
-  }
-  CompleteWithError(call, status);
+  const std::string rank =
+      index < 0 ? StrCat("device ", call.device) : topology().MemberName(index);
+  CompleteWithError(call, FailedOnRank(NameOp(call).Name(), rank, reason));
 }
 
 void Exchanges::CompleteWithError(const Call& call, const Status& status) {
@@ -358,44 +336,6 @@ void Exchanges::FailRunHere(int64_t run_id, const Status& status,
   for (const ExchangePtr& e : failed) Finish(e, status);
 }
 
-void Exchanges::TraceEnd(const Exchange& exchange) {
-  TracedExchange traced;
-  traced.began = exchange.complete_at;
-  traced.ended = Now();
-  double waited = 0;
-  for (const Part& part : exchange.parts) {
-    if (part.came_at == 0) return;
-    traced.came.push_back(part.came_at);
-    TracedRows& moved = traced.moved.emplace_back();
-    if (!part.done) continue;
-    traced.op = ForTrace(part.op, exchange.key.domain);
-    moved = part.contribution.moved ? part.contribution.moved()
-                                    : TracedRows{0, 0, 0, {}};
-    waited += exchange.complete_at - part.came_at;
-  }
-  trace_.Add(std::move(traced), waited);
-}
-
-void Exchanges::TraceFailure(const Exchange& exchange, const Status& status) {
-  trace_.Fail({ForTrace(exchange.FirstPost().op, exchange.key.domain),
-               exchange.Outliers(), exchange.num_missing > 0},
-              status);
-}
-
-void Exchanges::TraceLeft(const PostedOp& op, int32_t domain,
-                          const Exchange* exchange, const Status& status) {
-  std::vector<int32_t> ranks;
-  for (int32_t r = 0; r < topology().ep_size; ++r) {
-    if (exchange && exchange->parts[r].is_posted) continue;
-    const Status left =
-        outcomes_.OfProcess(topology().member(domain, r).process);
-    if (!left.ok()) ranks.push_back(r);
-  }
-  if (ranks.empty()) return;  // this process has closed the group
-  trace_.Fail({ForTrace(op, domain), std::move(ranks), /*are_absent=*/true},
-              status);
-}
-
 template <typename Match>
 void Exchanges::FailPending(const Status& reason, Match match) {
   std::vector<ExchangePtr> failed;
@@ -412,10 +352,6 @@ void Exchanges::FailPending(const Status& reason, Match match) {
     const Key& key = e->key;
     const Status status = FailedOnRank(
         e->OpName(), topology().RankName(key.domain, rank), reason);
-    {
-      MutexLock lock(mutex_);
-      TraceLeft(e->parts[rank].op, key.domain, e.get(), status);
-    }
     FailRunEverywhere(key.site_id, key.run_id, status);
     Finish(e, status);
   }
@@ -459,7 +395,6 @@ void Exchanges::OnTick() {
     }
     for (const Exchange* e : pending_.FindBegunBy(now - timeout_s)) {
       late.emplace_back(e->key, Late(topology(), *e, last_posts_, timeout_s));
-      TraceFailure(*e, late.back().second);
     }
   }
   if (!warning.empty()) {
@@ -484,8 +419,7 @@ Status Exchanges::Close() {
   }
   peers_->SendBye(reason);  // before the failures that the closing causes
   FailPending(status, [](const Exchange&) { return true; });
-  const Status traced = StopTrace();
-  return missed.ok() ? traced : missed;
+  return missed;
 }
 
 }  // namespace ep::host

@@ -50,7 +50,6 @@
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
-#include "ep_ffi/core/trace.h"
 
 namespace ep::host {
 
@@ -87,13 +86,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void FailRunHere(int64_t run_id, const Status& status,
                    bool is_of_other_group = false);
 
-  Status StartTrace(const std::string& path) { return trace_.Start(path); }
-  Status StopTrace() { return trace_.Stop(); }
-  double Waited() { return trace_.Waited(); }
-
-  // Fails all pending exchanges, and stops the trace. Returns an error if a
-  // peer has run an op that this process has not run, unless a call of this
-  // process has already returned an error.
+  // Fails all pending exchanges. Returns an error if a peer has run an op that
+  // this process has not run, unless a call of this process has already
+  // returned an error.
   Status Close();
 
  private:
@@ -154,13 +149,6 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
       EP_EXCLUDES(mutex_);
   void FailRunEverywhere(uint64_t site_id, int64_t run_id,
                          const Status& status);
-  // Traces an exchange, if the trace was on when all posts arrived.
-  void TraceEnd(const Exchange& exchange);
-  void TraceFailure(const Exchange& exchange, const Status& status);
-  // Traces an op that failed because ranks left the group before they posted to
-  // `exchange` (null: a new exchange).
-  void TraceLeft(const PostedOp& op, int32_t domain, const Exchange* exchange,
-                 const Status& status) EP_REQUIRES(mutex_);
   // Fails the pending exchanges for which `match` holds, because missing posts
   // can no longer arrive. Also fails their runs on all ranks, because a rank
   // that fails in one exchange posts to no other exchange of the run.
@@ -195,7 +183,6 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   std::map<uint64_t, std::vector<std::function<void()>>> deferred_
       EP_GUARDED_BY(mutex_);
 
-  Trace trace_;
   Workers workers_;
   const std::unique_ptr<Peers> peers_;
 };

@@ -24,7 +24,6 @@
 #include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
-#include "ep_ffi/core/trace.h"
 
 namespace ep::host {
 
@@ -82,14 +81,11 @@ struct Contribution {
   // The work of this rank, in chunks that may run concurrently.
   int64_t num_chunks = 0;
   std::function<Status(const std::vector<Arrays>& ranks, int64_t chunk)> run;
-  // Returns the row counts for a trace; called after the work. May be null.
-  std::function<TracedRows()> moved;
 };
 
 // One rank's post in an exchange: the arguments and the completion callback.
 struct Part {
   bool is_posted = false;
-  double came_at = 0;  // see Trace::Time
   PostedOp op;
   Contribution contribution;  // remote rank: signature and arrays only
   // Completes the call of a local rank; null if the rank is remote.
@@ -105,7 +101,6 @@ struct Exchange {
   double began_at;  // see Now
   int32_t num_missing;
   std::vector<Part> parts;  // by rank
-  double complete_at = 0;   // see Trace::Time
 
   static constexpr int32_t kNoRank = -1;
   // Returns the first rank whose call waits in this process, or kNoRank.

@@ -83,7 +83,6 @@ struct Peers::Link {
 Peers::Peers(Topology topology, double tick_s)
     : topology_(std::move(topology)),
       tick_s_(tick_s),
-      segments_(std::make_shared<SegmentPool>()),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   for (int32_t p = 0; p < topology_.num_processes(); ++p) {
@@ -140,7 +139,7 @@ void Peers::Stop() {
 Status Peers::Acquire(size_t bytes, const std::vector<int32_t>& readers,
                       Segment** out) {
   Fd new_fd;
-  EP_RETURN_IF_ERROR(segments_->Acquire(bytes, readers, out, &new_fd));
+  EP_RETURN_IF_ERROR(segments_.Acquire(bytes, readers, out, &new_fd));
   if (new_fd.get() >= 0) {
     // All links share one descriptor, because the number of files is limited.
     const auto fd = std::make_shared<const Fd>(std::move(new_fd));
@@ -298,7 +297,7 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
           found == link.segments.end() ? nullptr : &found->second, link.mapped);
     }
     case Message::kRelease:
-      segments_->Release(link.process, message.segment);
+      segments_.Release(link.process, message.segment);
       return;
     case Message::kFail:
       return callbacks_.on_fail(message, text);

@@ -59,8 +59,6 @@ class Peers {
   ~Peers();
 
   const Topology& topology() const { return topology_; }
-  // Returns the segments of this process, which live as long as this object.
-  std::weak_ptr<SegmentPool> segments() const { return segments_; }
 
   // Begins to receive messages, including messages that were sent before.
   void Start(Callbacks callbacks);
@@ -96,7 +94,7 @@ class Peers {
   const Topology topology_;
   const double tick_s_;
   Callbacks callbacks_;
-  const std::shared_ptr<SegmentPool> segments_;
+  SegmentPool segments_;
   std::vector<std::unique_ptr<Link>> links_;  // by process; null for this one
   std::vector<ProcessWatch> watches_;         // by process
   const Fd epoll_;

@@ -9,8 +9,6 @@
 
 #include <algorithm>
 
-#include "ep_ffi/core/pages.h"
-
 #ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1
 #define F_SEAL_FUTURE_WRITE 0x0010
 #endif
@@ -87,17 +85,6 @@ Status SegmentPool::Acquire(size_t bytes, const std::vector<int32_t>& readers,
   *out = segment.get();
   segments_.emplace(segment->id, std::move(segment));
   return Status();
-}
-
-HostMemory SegmentPool::Memory() {
-  MutexLock lock(mutex_);
-  HostMemory memory;
-  for (const auto& entry : segments_) {
-    const Mapping& mapping = entry.second->memory;
-    memory.reserved += mapping.bytes();
-    memory.resident += ResidentBytes(mapping.data(), mapping.bytes());
-  }
-  return memory;
 }
 
 bool SegmentPool::Release(int32_t process, uint64_t id) {

@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "ep_ffi/backends/host/transport/fd.h"
-#include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
 
@@ -76,8 +75,6 @@ class SegmentPool {
   // segment, which the peers need, else to an empty Fd.
   Status Acquire(size_t bytes, const std::vector<int32_t>& readers,
                  Segment** out, Fd* new_fd);
-
-  HostMemory Memory();
 
   // Releases a segment for a reader. Returns false if the process is not a
   // reader of the segment, so that no peer can free a segment that others read.

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -42,18 +41,12 @@ using std::min;
 
 #include "ep_ffi/backends/nccl/kernels.h"
 
-// Replaces the GPU's clock, and warp.h, which warp_test tests. Here lane 0 of a
-// warp calls store() for all lanes, and each lane computes the result alone.
+// Replaces warp.h, which warp_test tests. Here lane 0 of a warp calls store() for
+// all lanes, and each lane computes the result alone.
 #define EP_NCCL_IS_FAKE
 
 namespace ep::nccl {
 namespace {
-
-uint64_t Nanoseconds() {
-  return std::chrono::nanoseconds(
-             std::chrono::system_clock::now().time_since_epoch())
-      .count();
-}
 
 template <typename Load, typename Store>
 int32_t WarpScan(int32_t lane, int32_t count, Load load, Store store) {
