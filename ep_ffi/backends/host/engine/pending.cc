@@ -25,34 +25,6 @@ const Part& Exchange::FirstPost() const {
                        [](const Part& part) { return part.is_posted; });
 }
 
-std::vector<int32_t> Exchange::Outliers() const {
-  // For each rank: the first rank with an equal signature; -1 for absent ranks.
-  std::vector<int64_t> first_alike;
-  for (const Part& part : parts) {
-    const auto is_alike = [&](const Part& other) {
-      return !part.contribution.signature.FirstDifference(
-          other.contribution.signature);
-    };
-    first_alike.push_back(
-        part.is_posted
-            ? std::find_if(parts.begin(), parts.end(), is_alike) - parts.begin()
-            : -1);
-  }
-  const auto count = [&](int64_t of) {
-    return std::count(first_alike.begin(), first_alike.end(), of);
-  };
-  int64_t most = 0;
-  for (int64_t of : first_alike) most = count(of) > count(most) ? of : most;
-  const bool are_absent = count(-1) > 0;
-  std::vector<int32_t> outliers;
-  for (size_t rank = 0; rank < parts.size(); ++rank) {
-    if (are_absent ? !parts[rank].is_posted : first_alike[rank] != most) {
-      outliers.push_back(static_cast<int32_t>(rank));
-    }
-  }
-  return outliers;
-}
-
 Pending::Entries::const_iterator Pending::FindEntry(const Key& key,
                                                     int32_t rank) const {
   auto [entry, end] = exchanges_.equal_range(key);

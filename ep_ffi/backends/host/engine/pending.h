@@ -109,9 +109,6 @@ struct Exchange {
   std::string OpName() const;
   // Returns the post of the first rank that has posted.
   const Part& FirstPost() const;
-  // Returns the ranks that have not posted. If all have posted, returns the
-  // ranks that disagree with the majority.
-  std::vector<int32_t> Outliers() const;
 };
 using ExchangePtr = std::shared_ptr<Exchange>;
 

@@ -48,6 +48,25 @@ int SampleSegment() {
   return fd;
 }
 
+// Aborts unless `mem` satisfies the invariants of a plan of rank 0.
+void RequireSane(const std::vector<std::byte>& mem) {
+  Plan plan;
+  Require(Plan::Open(kDims, /*rank=*/0, mem.data(), mem.size(), &plan).ok(),
+          "a plan opens");
+  const auto in_bounds = [&](const Route& route, int64_t count) {
+    return (route.rank == -1 && route.index == -1) ||
+           (route.rank >= 0 && route.rank < kDims.ep_size && route.index >= 0 &&
+            route.index < count);
+  };
+  for (int64_t i = 0; i < kDims.num_choices(); ++i) {
+    Require(in_bounds(plan.send()[i], kDims.capacity), "tokens go to slots");
+  }
+  for (int64_t i = 0; i < kDims.capacity; ++i) {
+    Require(in_bounds(plan.recv()[i], kDims.num_choices()),
+            "slots hold choices");
+  }
+}
+
 // Two ops of rank 0 that wait for an impostor.
 class Conversation {
  public:
@@ -75,7 +94,7 @@ class Conversation {
     impostor().Leave();
     const bool prepared = prepare_->Wait(0).ok();
     const bool combined = combine_->Wait(0).ok();
-    if (prepared) RequireSane(kDims, 0, prepare_->output(0).mem);
+    if (prepared) RequireSane(prepare_->output(0).mem);
     return prepared || combined;
   }
 

@@ -57,26 +57,6 @@ inline void Require(bool condition, const char* what) {
   std::abort();
 }
 
-// Aborts unless `mem` satisfies the invariants of a plan.
-inline void RequireSane(const PlanDims& dims, int64_t rank,
-                        const std::vector<std::byte>& mem) {
-  Plan plan;
-  Require(Plan::Open(dims, rank, mem.data(), mem.size(), &plan).ok(),
-          "a plan opens");
-  const auto in_bounds = [&](const Route& route, int64_t count) {
-    return (route.rank == -1 && route.index == -1) ||
-           (route.rank >= 0 && route.rank < dims.ep_size && route.index >= 0 &&
-            route.index < count);
-  };
-  for (int64_t i = 0; i < dims.num_choices(); ++i) {
-    Require(in_bounds(plan.send()[i], dims.capacity), "tokens go to slots");
-  }
-  for (int64_t i = 0; i < dims.capacity; ++i) {
-    Require(in_bounds(plan.recv()[i], dims.num_choices()),
-            "slots hold choices");
-  }
-}
-
 }  // namespace ep::host
 
 #endif  // EP_FFI_BACKENDS_HOST_FUZZ_SAMPLE_H_
