@@ -86,6 +86,7 @@ def watch(
   code = 0
   if causes:
     first, *rest = causes
+    _name_left(ranks, first.ended_at)
     _report(first, first.end, shown=first is ranks[0])
     for process in rest:
       _say_of(process, ": ".join(filter(None, [process.end, process.cause])))
@@ -94,12 +95,24 @@ def watch(
     code = first.code or 1  # also if the coordinator exited with 0
     code = 128 - code if code < 0 else code
   elif stuck:
+    _name_left(ranks, timeout_at)
     for rank in stuck:
       what = "was still running at the timeout"
       _report(rank, what, shown=rank is ranks[0])
     code = _TIMED_OUT
   is_split = len(ranks) > 1 and 0 < _name_lone(ranks) < len(ranks)
   return code or int(is_split)
+
+
+def _name_left(ranks: Sequence[Process], before: float) -> None:
+  """Names ranks that succeeded before a failure; XLA's errors do not."""
+  left = [r for r in ranks if r.code == 0 and r.ended_at < before]
+  if left:
+    names = ", ".join(rank.name for rank in left)
+    _say(
+      f"ep.launch: {names} ended with exit code 0 before the others, which may"
+      f" have waited for {'it' if len(left) == 1 else 'them'}\n"
+    )
 
 
 def _name_lone(ranks: Sequence[Process]) -> int:
