@@ -13,9 +13,9 @@ import subprocess
 import sys
 import time
 
-import hosts
 import pytest
 
+import hosts
 import programs
 
 _PROGRAM = pathlib.Path(__file__).with_name("stalls.py")
