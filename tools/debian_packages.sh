@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # Functions that unpack Debian packages into a private prefix, for
-# debian_bazel.sh, debian_python.sh and debian_qemu.sh. The functions need apt-get, dpkg-deb and
+# debian_bazel.sh and debian_python.sh. The functions need apt-get, dpkg-deb and
 # python3, but not root, and neither use nor change the packages of the host.
 #
 # The caller sets `prefix`, `stage`, a folder that the caller later renames to
