@@ -15,9 +15,9 @@ from jax import lax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import targets
 from ep._src.backends.xla import device_kernels
 from gpu_compiler import needs_compiler
+import targets
 
 FLAGS = " ".join(
   f"{name}={value}" for name, (value, _) in device_kernels._FLAGS.items()
