@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import ctypes
 import functools
@@ -37,31 +37,31 @@ class Result(NamedTuple):
   planned_bytes: float
 
 
-def compile_op(op: str, contender, mesh, inputs):
-  """Returns the jitted program of an op, and its arguments.
+def programs(contender, mesh, inputs, ops: Sequence[str]) -> Iterator:
+  """Yields ops, their compiled programs, and the programs' arguments.
 
-  A first call compiles the program, because JAX takes longer to call programs
+  A first call compiles a program, because JAX takes longer to call programs
   that were compiled ahead of time. No op donates an input: only the output of a
   round trip could reuse the memory of an input, and a round trip would first
   have to copy its tokens.
   """
-  run = functools.partial(OPS[op].run, contender)
-  program = jax.jit(
-    jax.shard_map(
-      run, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False
+
+  def compiled(op):
+    run = functools.partial(OPS[op].run, contender)
+    program = jax.jit(
+      jax.shard_map(
+        run, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False
+      )
     )
-  )
-  args = [inputs[name] for name in OPS[op].inputs]
-  jax.block_until_ready(program(*args))
-  return program, args
+    args = [inputs[name] for name in OPS[op].inputs]
+    jax.block_until_ready(program(*args))
+    return program, args
 
-
-def with_handle(contender, mesh, inputs, ops):
-  """Returns the inputs, plus the contender's handle if an op takes one."""
-  if not any("handle" in OPS[op].inputs for op in ops):
-    return inputs
-  prepare, args = compile_op("prepare", contender, mesh, inputs)
-  return {**inputs, "handle": prepare(*args)}
+  if any("handle" in OPS[op].inputs for op in ops):
+    prepare, args = compiled("prepare")
+    inputs = inputs | {"handle": prepare(*args)}
+  for op in ops:
+    yield op, *compiled(op)
 
 
 def measure(
@@ -82,28 +82,21 @@ def measure(
   """
   runs = {op: {} for op in ops}
   memories = {}
-  shared = workload.inputs(
+  inputs = workload.inputs(
     mesh, {"topk_idx"}.union(*(OPS[op].inputs for op in ops))
   )
   with contextlib.ExitStack() as stack:
 
-    def make(name):
+    def of(name):
       contender = stack.enter_context(
         contenders.make(name, mesh, workload.layout, workload.dtype)
       )
-      mine = contenders.ops_of(name, ops)
-      return contender, mine, with_handle(contender, mesh, shared, mine)
+      return programs(contender, mesh, inputs, contenders.ops_of(name, ops))
 
-    xla, _, inputs = make("xla")
-    expected = {}
-    for op in ops:
-      program, args = compile_op(op, xla, mesh, inputs)
-      expected[op] = program(*args)
+    expected = {op: program(*args) for op, program, args in of("xla")}
     for name in names:
       meter = _Meter()
-      contender, mine, inputs = make(name)
-      for op in mine:
-        program, args = compile_op(op, contender, mesh, inputs)
+      for op, program, args in of(name):
         planned = program.lower(*args).compile().memory_analysis()
         meter.start()
         outputs = jax.block_until_ready(program(*args))

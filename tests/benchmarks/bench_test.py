@@ -141,8 +141,9 @@ def test_round_trips_materialize_the_rows_that_experts_would_read():
   workload = _workload(mesh, shape=shape)
   inputs = workload.inputs(mesh, ["topk_idx", "tokens", "topk_weights"])
   contender = contenders.PURE_XLA["gathered"](workload.layout)
-  inputs = measure.with_handle(contender, mesh, inputs, ["round_trip"])
-  program, args = measure.compile_op("round_trip", contender, mesh, inputs)
+  ((_, program, args),) = measure.programs(
+    contender, mesh, inputs, ["round_trip"]
+  )
   rows_bytes = workload.layout.capacity * shape.hidden * 4
   memory = program.lower(*args).compile().memory_analysis()
   assert memory.temp_size_in_bytes >= rows_bytes
