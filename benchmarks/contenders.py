@@ -40,7 +40,7 @@ PURE_XLA: dict[str, Callable[[Layout], Any]] = {
 LAYERS: dict[str, Callable[[Layout], Any]] = {
   "one_hot": layers.OneHot,
   "sorted_ep_matmul": lambda layout: layers.JaxExperts(
-    layout, Gathered(layout)
+    Gathered(layout), lambda _, topk_idx: layers.group_sizes(layout, topk_idx)
   ),
 }
 # Layers of ep whose experts the program of a user would write.
@@ -94,7 +94,7 @@ def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
     if name == "own_experts":
       yield layers.OwnExperts(layer)
     elif name == "jax_experts":
-      yield layers.JaxExperts(layout, Ep(layer))
+      yield layers.JaxExperts(Ep(layer), lambda handle, _: handle.group_sizes)
     else:
       yield Ep(layer)
 

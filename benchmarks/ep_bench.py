@@ -32,10 +32,12 @@ import sys
 from absl import app, flags
 import jax
 from jax.sharding import AxisType
+import numpy as np
 
 from benchmarks import contenders, measure, report, timing, workload
 from benchmarks.contenders import EXCHANGES, LAYER_OPS, OPS
 from ep import presets
+from ep.testing._routings import ROUTINGS
 
 _WORLDS = flags.DEFINE_list(
   "worlds", ["1x4", "4x1"], "processes x devices per process"
@@ -163,9 +165,11 @@ def workloads(ranks: int):
       " write TxHxKxExF, or name a model."
     )
   for shape, dtype in itertools.product(shapes, _DTYPES.value):
+    size = ranks * shape.tokens, shape.top_k
+    rng = np.random.default_rng(0)  # the same on all processes
     yield workload.Workload(
       shape,
-      workload.uniform(shape, ranks),
+      ROUTINGS["uniform"](rng, size, shape.num_experts),
       ranks,
       dtype=dtype,
       capacity_factor=_CAPACITY_FACTOR.value,

@@ -37,15 +37,18 @@ def group_sizes(layout: Layout, topk_idx):
 
 
 class JaxExperts:
-  """A layer that calls JAX between the ops of another contender."""
+  """A layer that calls JAX between the ops of another contender.
 
-  def __init__(self, layout: Layout, exchange):
-    self._layout = layout
+  `sizes(handle, topk_idx)` returns the number of rows per expert of this rank.
+  """
+
+  def __init__(self, exchange, sizes):
     self._exchange = exchange
+    self._sizes = sizes
 
   def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
     handle = self._exchange.prepare(topk_idx)
-    sizes = group_sizes(self._layout, topk_idx)
+    sizes = self._sizes(handle, topk_idx)
     dot = functools.partial(ep.grouped_matmul, group_sizes=sizes)
     rows, weights = self._exchange.dispatch(handle, tokens, topk_weights)
     rows = dot(swiglu(dot(rows, w_gate), dot(rows, w_up)), w_down)

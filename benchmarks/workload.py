@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from ep import presets
-from ep.testing._routings import ROUTINGS
 
 AXIS = "ep"
 SPEC = PartitionSpec(AXIS)
@@ -76,12 +75,6 @@ def parse_shapes(names: list[str], *, tokens: int, scale: int) -> list[Shape]:
 def _of_model(name: str, tokens: int, scale: int) -> Shape:
   cfg = presets.scaled(presets.BY_NAME[name], scale)
   return Shape(tokens, cfg.hidden, cfg.top_k, cfg.num_experts, cfg.inner)
-
-
-def uniform(shape: Shape, ranks: int) -> np.ndarray:
-  """Returns random experts `[P * T, K]`, the same on all processes."""
-  size = ranks * shape.tokens, shape.top_k
-  return ROUTINGS["uniform"](np.random.default_rng(0), size, shape.num_experts)
 
 
 @dataclasses.dataclass(frozen=True)
