@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contenders of the benchmark: ep's backends and code written in JAX.
+"""The contenders of the benchmark, and the ops that run on them.
 
-A contender is made for a `Layout` and has these methods, which `jax.shard_map`
-calls with one rank's arrays over the axis "ep":
+A contender is made for a `Layout`: one of ep's backends, or code written in
+JAX. It has these methods, which `jax.shard_map` calls with one rank's arrays
+over the axis "ep":
 
   prepare(topk_idx) -> handle           a pytree
   dispatch(handle, tokens, topk_weights) -> rows, row_weights
   combine(handle, rows, weights=None) -> tokens
-  dispatch_bwd(handle, rows, row_weights) -> tokens, topk_weights
-  combine_bwd(handle, tokens) -> rows
 
-`Workload.inputs` gives the shapes, and ep/_src/ops/reference.py defines the
-results. The hand-written contenders define their derivatives as gathers,
-because JAX would turn the derivative of a gather into a scatter-add.
-
-layers.py has the contenders that compute whole MoE layers.
+or the method `moe` of layers.py. `Workload.inputs` gives the shapes, and
+ep/_src/ops/reference.py defines the results. Dispatch and combine are linear,
+and both have a derivative.
 """
 
 from __future__ import annotations
@@ -22,13 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import contextlib
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
-from benchmarks import layers, ops
-from benchmarks.exchanges import Gathered, PaddedGather, PaddedScatter
+from benchmarks import layers
+from benchmarks.exchanges import Gathered, PaddedScatter
 from benchmarks.workload import AXIS, Layout
 import ep
 from ep._src.group.bootstrap import BACKENDS
@@ -37,21 +35,18 @@ HAND_WRITTEN = "padded_scatter"  # the usual code in plain JAX
 EP = ("host", "nccl", "xla")
 PURE_XLA: dict[str, Callable[[Layout], Any]] = {
   "padded_scatter": PaddedScatter,
-  "padded_gather": PaddedGather,
   "gathered": Gathered,
 }
 LAYERS: dict[str, Callable[[Layout], Any]] = {
-  "masked": layers.Masked,
   "one_hot": layers.OneHot,
-  "sorted_ep_matmul": lambda layout: layers.Sorted(layout, Gathered(layout)),
+  "sorted_ep_matmul": lambda layout: layers.JaxExperts(
+    Gathered(layout), lambda _, topk_idx: layers.group_sizes(layout, topk_idx)
+  ),
 }
-# Layers whose experts the program of a user would write.
+# Layers of ep whose experts the program of a user would write.
 USERS = ("own_experts", "jax_experts")
-
-
-def names() -> tuple[str, ...]:
-  """Returns the names of all contenders, in the order of printed tables."""
-  return (*EP, *PURE_XLA, *LAYERS, *USERS)
+# The names of all contenders, in the order of printed tables.
+NAMES = (*EP, *PURE_XLA, *LAYERS, *USERS)
 
 
 def is_pure_xla(name: str) -> bool:
@@ -60,11 +55,11 @@ def is_pure_xla(name: str) -> bool:
 
 def ops_of(name: str, chosen: Sequence[str]) -> list[str]:
   """Returns the chosen ops that a contender implements."""
-  known = ops.ALL
+  known = OPS
   if name in PURE_XLA:
-    known = ops.OPS
+    known = EXCHANGES
   elif name in LAYERS or name in USERS:
-    known = ops.LAYERS
+    known = LAYER_OPS
   return [op for op in chosen if op in known]
 
 
@@ -95,91 +90,94 @@ def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
     backend=name if name in EP else None,
   ) as group:
     tail = "zero" if layout.zero_tail else "unspecified"
-    of_layer = dict(own_experts=OwnExperts, jax_experts=JaxExperts)
-    contender = of_layer.get(name, Ep)
-    yield contender(ep.EpLayerConfig(group, tail=tail), layout)
+    layer = ep.EpLayerConfig(group, tail=tail)
+    if name == "own_experts":
+      yield layers.OwnExperts(layer)
+    elif name == "jax_experts":
+      yield layers.JaxExperts(Ep(layer), lambda handle, _: handle.group_sizes)
+    else:
+      yield Ep(layer)
 
 
 class Ep:
   """The contender that calls the public ops of ep."""
 
-  def __init__(self, layer: ep.EpLayerConfig, layout: Layout):
+  dispatch = staticmethod(ep.ep_dispatch)
+  combine = staticmethod(ep.ep_combine)
+
+  def __init__(self, layer: ep.EpLayerConfig):
     self._layer = layer
-    self._layout = layout
 
   def prepare(self, topk_idx):
     return ep.ep_prepare(self._layer, topk_idx)
 
-  def dispatch(self, handle, tokens, topk_weights):
-    return ep.ep_dispatch(handle, tokens, topk_weights)
-
-  def combine(self, handle, rows, weights=None):
-    return ep.ep_combine(handle, rows, weights)
-
   def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
-    return ep.moe_layer(
-      self._layer,
-      tokens,
-      topk_idx,
-      topk_weights,
-      w_gate=w_gate,
-      w_up=w_up,
-      w_down=w_down,
-    )
-
-  # Dispatch and combine are linear: `jax.linear_transpose` needs only shapes.
-
-  def dispatch_bwd(self, handle, rows, row_weights):
-    shape = self._layout.shape
-    return jax.linear_transpose(
-      functools.partial(ep.ep_dispatch, handle),
-      jax.ShapeDtypeStruct((shape.tokens, shape.hidden), rows.dtype),
-      jax.ShapeDtypeStruct((shape.tokens, shape.top_k), jnp.float32),
-    )((rows, row_weights))
-
-  def combine_bwd(self, handle, tokens):
-    shape = self._layout.capacity, self._layout.shape.hidden
-    (rows,) = jax.linear_transpose(
-      functools.partial(ep.ep_combine, handle),
-      jax.ShapeDtypeStruct(shape, tokens.dtype),
-    )(tokens)
-    return rows
+    matrices = dict(w_gate=w_gate, w_up=w_up, w_down=w_down)
+    return ep.moe_layer(self._layer, tokens, topk_idx, topk_weights, **matrices)
 
 
-class OwnExperts(Ep):
-  """Passes a function that computes the experts of `ep` to `moe_layer`."""
+class Op(NamedTuple):
+  """A measured op: a function of a contender and of named inputs.
 
-  def moe(self, topk_idx, tokens, topk_weights, *matrices):
-    return ep.moe_layer(
-      self._layer,
-      tokens,
-      topk_idx,
-      topk_weights,
-      experts=_gated_experts,
-      params=matrices,
-    )
+  The names are those of `Workload.inputs`; "handle" is the result of the
+  contender's prepare.
+  """
+
+  run: Callable[..., Any]
+  inputs: tuple[str, ...]
 
 
-def _gated_experts(segments, matrices, rows):
-  w_gate, w_up, w_down = matrices
-
-  @jax.checkpoint
-  def down(gate, up):
-    return segments.matmul(segments.map(_hidden, gate, up), w_down)
-
-  return down(*segments.matmul(rows, [w_gate, w_up]))
+def _method(name: str, *inputs: str) -> Op:
+  """Returns the op that calls the contender's method of this name."""
+  return Op(lambda contender, *args: getattr(contender, name)(*args), inputs)
 
 
-def _hidden(gate, up):
-  return jax.nn.silu(gate) * up
+def _dispatch_bwd(contender, handle, tokens, topk_weights, *cotangents):
+  dispatch = functools.partial(contender.dispatch, handle)
+  return jax.linear_transpose(dispatch, tokens, topk_weights)(cotangents)
 
 
-class JaxExperts(Ep):
-  """The contender that calls JAX between the ops, as the tutorial does."""
+def _combine_bwd(contender, handle, rows, tokens):
+  combine = functools.partial(contender.combine, handle)
+  return jax.linear_transpose(combine, rows)(tokens)[0]
 
-  def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
-    handle = self.prepare(topk_idx)
-    rows, weights = self.dispatch(handle, tokens, topk_weights)
-    dot = functools.partial(ep.grouped_matmul, group_sizes=handle.group_sizes)
-    rows = dot(layers.inner(dot, rows, w_gate, w_up), w_down)
-    return self.combine(handle, rows, weights)
+
+def _round_trip(contender, handle, tokens, topk_weights):
+  """Runs a layer without experts, whose weights multiply rows in combine.
+
+  Without experts, XLA fuses the two gathers of a hand-written round trip, even
+  through an optimization barrier, and never writes the received rows. A loop of
+  0 rounds over the buffer makes XLA write them.
+  """
+  rows, weights = contender.dispatch(handle, tokens, topk_weights)
+  rounds = jnp.isnan(topk_weights[0, 0]).astype(jnp.int32)  # always 0
+  rows = lax.fori_loop(0, rounds, lambda i, rows: rows.at[i].mul(2), rows)
+  return contender.combine(handle, rows, weights)
+
+
+def _moe_grad(contender, topk_idx, *differentiated):
+  _, vjp = jax.vjp(functools.partial(contender.moe, topk_idx), *differentiated)
+  tokens, *_ = differentiated
+  return vjp(tokens)  # the tokens are also the cotangent
+
+
+EXCHANGES = {
+  "prepare": _method("prepare", "topk_idx"),
+  "dispatch": _method("dispatch", "handle", "tokens", "topk_weights"),
+  "combine": _method("combine", "handle", "rows"),
+  "dispatch_bwd": Op(
+    _dispatch_bwd, ("handle", "tokens", "topk_weights", "rows", "row_weights")
+  ),
+  "combine_bwd": Op(_combine_bwd, ("handle", "rows", "tokens")),
+  "round_trip": Op(_round_trip, ("handle", "tokens", "topk_weights")),
+}
+# A whole layer: the forward pass, and the forward pass with all gradients.
+_MOE_INPUTS = (
+  *("topk_idx", "tokens", "topk_weights"),
+  *("w_gate", "w_up", "w_down"),
+)
+LAYER_OPS = {
+  "moe": _method("moe", *_MOE_INPUTS),
+  "moe_grad": Op(_moe_grad, _MOE_INPUTS),
+}
+OPS = EXCHANGES | LAYER_OPS

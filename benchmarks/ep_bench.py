@@ -32,10 +32,12 @@ import sys
 from absl import app, flags
 import jax
 from jax.sharding import AxisType
+import numpy as np
 
-from benchmarks import contenders, driver, measure, report, workload
-from benchmarks.ops import ALL, LAYERS, OPS
+from benchmarks import contenders, measure, report, timing, workload
+from benchmarks.contenders import EXCHANGES, LAYER_OPS, OPS
 from ep import presets
+from ep.testing._routings import ROUTINGS
 
 _WORLDS = flags.DEFINE_list(
   "worlds", ["1x4", "4x1"], "processes x devices per process"
@@ -52,7 +54,9 @@ _SCALE = flags.DEFINE_integer(
 )
 _DTYPES = flags.DEFINE_list("dtypes", ["float32"], "of tokens")
 _OPS = flags.DEFINE_list(
-  "ops", None, f"default: {','.join(OPS)}; whole layers: {','.join(LAYERS)}"
+  "ops",
+  None,
+  f"default: {','.join(EXCHANGES)}; whole layers: {','.join(LAYER_OPS)}",
 )
 _CONTENDERS = flags.DEFINE_list("contenders", None, "default: all")
 _CAPACITY_FACTOR = flags.DEFINE_float(
@@ -75,9 +79,9 @@ _GATE = flags.DEFINE_float(
 )
 
 for _flag, _known in (
-  ("ops", ALL),
+  ("ops", OPS),
   ("dtypes", ("float32", "bfloat16", "float16")),
-  ("contenders", contenders.names()),
+  ("contenders", contenders.NAMES),
 ):
   flags.register_validator(
     _flag,
@@ -119,7 +123,7 @@ def run_ranks() -> int:
   )
   names = []
   for name in _chosen(
-    _CONTENDERS, contenders.names(), ["host", contenders.HAND_WRITTEN]
+    _CONTENDERS, contenders.NAMES, ["host", contenders.HAND_WRITTEN]
   ):
     if why := contenders.why_not(name, mesh):
       print(f"skipped {name}: {why}")
@@ -129,7 +133,7 @@ def run_ranks() -> int:
   for work in workloads(mesh.size):
     shape, dtype = str(work.layout.shape), work.dtype.name
     measured = measure.measure(
-      mesh, work, names=names, ops=_ops(), rounds=driver.ROUNDS.value
+      mesh, work, names=names, ops=_ops(), rounds=timing.ROUNDS.value
     )
     of_case = {
       report.Case(world, shape, dtype, op): of_op
@@ -149,7 +153,7 @@ def workloads(ranks: int):
   Raises:
     ValueError: flags contradict each other.
   """
-  with_experts = any(op in LAYERS for op in _ops())
+  with_experts = any(op in LAYER_OPS for op in _ops())
   shapes = workload.parse_shapes(
     _chosen(_SHAPES, ["models" if with_experts else "goals"], ["gate"]),
     tokens=_TOKENS.value,
@@ -157,13 +161,15 @@ def workloads(ranks: int):
   )
   if with_experts and any(shape.inner is None for shape in shapes):
     raise ValueError(
-      f"--ops={','.join(LAYERS)} need F, the inner size of the experts; write"
-      " TxHxKxExF, or name a model."
+      f"--ops={','.join(LAYER_OPS)} need F, the inner size of the experts;"
+      " write TxHxKxExF, or name a model."
     )
   for shape, dtype in itertools.product(shapes, _DTYPES.value):
+    size = ranks * shape.tokens, shape.top_k
+    rng = np.random.default_rng(0)  # the same on all processes
     yield workload.Workload(
       shape,
-      workload.uniform(shape, ranks),
+      ROUTINGS["uniform"](rng, size, shape.num_experts),
       ranks,
       dtype=dtype,
       capacity_factor=_CAPACITY_FACTOR.value,
@@ -172,7 +178,7 @@ def workloads(ranks: int):
 
 
 def _ops() -> list[str]:
-  return _chosen(_OPS, list(OPS), ["round_trip"])
+  return _chosen(_OPS, list(EXCHANGES), ["round_trip"])
 
 
 def _chosen(flag, default, default_of_gate):
@@ -189,7 +195,7 @@ def _silence_libraries() -> None:
   os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-main = driver.make_main(run_ranks, worlds)
+main = timing.make_main(run_ranks, worlds)
 
 if __name__ == "__main__":
   app.run(main)

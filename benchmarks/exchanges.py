@@ -3,15 +3,15 @@
 
 contenders.py specifies the methods. `prepare` computes all values that depend
 only on the routing. Padding rows of a block have arbitrary values, because no
-code reads them. No op donates an input: only the output of a round trip could
-reuse the memory of an input, and a round trip would first have to copy its
-tokens.
+code reads them. The derivatives are gathers, because JAX would turn the
+derivative of a gather into a scatter-add.
 """
 
 from __future__ import annotations
 
 import jax
 from jax import lax
+from jax.custom_derivatives import linear_call
 import jax.numpy as jnp
 
 from benchmarks.workload import AXIS, Layout
@@ -42,14 +42,6 @@ def take(rows, index, *, zeros):
   return rows.at[index].get(mode="fill", fill_value=0)
 
 
-def take_sum(rows, index, dtype):
-  """Sums `rows[index]` over k in float32; indices past the end give zeros."""
-  total = jnp.float32(0)
-  for k in range(index.shape[1]):
-    total += take(rows, index[:, k], zeros=True).astype(jnp.float32)
-  return total.astype(dtype)
-
-
 def scale(rows, weights):
   """Returns the rows times their weights; without weights, the rows."""
   if weights is None:
@@ -57,7 +49,35 @@ def scale(rows, weights):
   return (rows.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
 
 
-class PaddedScatter:
+class _Exchange:
+  """The methods of a contender, by the four exchanges of a subclass.
+
+  `_to_ranks` sends tokens, `_sum_at_home` is its transpose, and
+  `_weights_to_ranks` and `_weights_at_home` are a pair for routing weights.
+  """
+
+  def __init__(self, layout: Layout):
+    self._layout = layout
+
+  def dispatch(self, handle, tokens, topk_weights):
+    def send(handle, args):
+      tokens, weights = args
+      weights = self._weights_to_ranks(handle, weights)
+      return self._to_ranks(handle, tokens), weights
+
+    def send_back(handle, args):
+      rows, weights = args
+      weights = self._weights_at_home(handle, weights)
+      return self._sum_at_home(handle, rows), weights
+
+    return linear_call(send, send_back, handle, (tokens, topk_weights))
+
+  def combine(self, handle, rows, weights=None):
+    rows = scale(rows, weights)
+    return linear_call(self._sum_at_home, self._to_ranks, handle, rows)
+
+
+class PaddedScatter(_Exchange):
   """An exchange by sort, padded all_to_all, and scatter-add in float32.
 
   A rank sorts its choices by expert, which groups them by destination rank.
@@ -66,9 +86,6 @@ class PaddedScatter:
   expert. The receiver computes the slot of every received row from these
   counts.
   """
-
-  def __init__(self, layout: Layout):
-    self._layout = layout
 
   def prepare(self, topk_idx):
     layout, shape = self._layout, self._layout.shape
@@ -105,21 +122,24 @@ class PaddedScatter:
       "home": home.at[choice].set(places, mode="drop").reshape(topk_idx.shape),
     }
 
-  def dispatch(self, handle, tokens, topk_weights):
-    weights = take(topk_weights.reshape(-1), handle["choice"], zeros=False)
-    weights = self._to_slots(handle, weights)
-    return self.combine_bwd(handle, tokens), weights
-
-  def combine(self, handle, rows, weights=None):
-    return self._sum(handle, self._to_home(handle, scale(rows, weights)))
-
-  def dispatch_bwd(self, handle, rows, row_weights):
-    weights = self._to_home(handle, row_weights).reshape(-1)
-    return self.combine(handle, rows), take(weights, handle["home"], zeros=True)
-
-  def combine_bwd(self, handle, tokens):
+  def _to_ranks(self, handle, tokens):
     token = handle["choice"] // self._layout.shape.top_k
     return self._to_slots(handle, take(tokens, token, zeros=False))
+
+  def _weights_to_ranks(self, handle, weights):
+    weights = take(weights.reshape(-1), handle["choice"], zeros=False)
+    return self._to_slots(handle, weights)
+
+  def _sum_at_home(self, handle, rows):
+    shape = self._layout.shape
+    token = handle["choice"] // shape.top_k
+    blocks = self._to_home(handle, rows).astype(jnp.float32)
+    total = jnp.zeros((shape.tokens, shape.hidden), jnp.float32)
+    return total.at[token].add(blocks, mode="drop").astype(rows.dtype)
+
+  def _weights_at_home(self, handle, weights):
+    weights = self._to_home(handle, weights).reshape(-1)
+    return take(weights, handle["home"], zeros=True)
 
   def _to_slots(self, handle, blocks):
     blocks = lax.all_to_all(blocks, AXIS, 0, 0)
@@ -129,23 +149,8 @@ class PaddedScatter:
   def _to_home(self, handle, rows):
     return lax.all_to_all(take(rows, handle["slot"], zeros=False), AXIS, 0, 0)
 
-  def _sum(self, handle, blocks):
-    shape = self._layout.shape
-    token = handle["choice"] // shape.top_k
-    total = jnp.zeros((shape.tokens, shape.hidden), jnp.float32)
-    total = total.at[token].add(blocks.astype(jnp.float32), mode="drop")
-    return total.astype(blocks.dtype)
 
-
-class PaddedGather(PaddedScatter):
-  """A `PaddedScatter` whose combine gathers rows, and sums in registers."""
-
-  def _sum(self, handle, blocks):
-    rows = blocks.reshape(-1, blocks.shape[-1])
-    return take_sum(rows, handle["home"], blocks.dtype)
-
-
-class Gathered:
+class Gathered(_Exchange):
   """An exchange by all-gather in dispatch and reduce-scatter in combine.
 
   Every rank receives all tokens and selects the tokens of its experts. In
@@ -153,9 +158,6 @@ class Gathered:
   adds the sums of all ranks. The ranks exchange P rows per token instead of K,
   in regular blocks.
   """
-
-  def __init__(self, layout: Layout):
-    self._layout = layout
 
   def prepare(self, topk_idx):
     layout = self._layout
@@ -176,21 +178,21 @@ class Gathered:
       "slot": slot.at[choice].set(slots, mode="drop").reshape(all_idx.shape),
     }
 
-  def dispatch(self, handle, tokens, topk_weights):
-    weights = lax.all_gather(topk_weights, AXIS, tiled=True).reshape(-1)
-    weights = take(weights, handle["choice"], zeros=self._layout.zero_tail)
-    return self.combine_bwd(handle, tokens), weights
-
-  def combine(self, handle, rows, weights=None):
-    total = take_sum(scale(rows, weights), handle["slot"], rows.dtype)
-    return lax.psum_scatter(total, AXIS, tiled=True)
-
-  def dispatch_bwd(self, handle, rows, row_weights):
-    weights = take(row_weights, handle["slot"], zeros=True)
-    weights = lax.psum_scatter(weights, AXIS, tiled=True)
-    return self.combine(handle, rows), weights
-
-  def combine_bwd(self, handle, tokens):
+  def _to_ranks(self, handle, tokens):
     tokens = lax.all_gather(tokens, AXIS, tiled=True)
     token = handle["choice"] // self._layout.shape.top_k
     return take(tokens, token, zeros=self._layout.zero_tail)
+
+  def _weights_to_ranks(self, handle, weights):
+    weights = lax.all_gather(weights, AXIS, tiled=True).reshape(-1)
+    return take(weights, handle["choice"], zeros=self._layout.zero_tail)
+
+  def _sum_at_home(self, handle, rows):
+    total = jnp.float32(0)
+    for slot in handle["slot"].T:  # one of the K choices of all tokens
+      total += take(rows, slot, zeros=True).astype(jnp.float32)
+    return lax.psum_scatter(total.astype(rows.dtype), AXIS, tiled=True)
+
+  def _weights_at_home(self, handle, weights):
+    weights = take(weights, handle["slot"], zeros=True)
+    return lax.psum_scatter(weights, AXIS, tiled=True)

@@ -3,20 +3,21 @@
 
     taskset -c 0 ./bazelw run //benchmarks:grouped_matmul
 
-Each program computes a product and its gradients. Runs of the grouped matmul
-alternate with runs of a dense matmul, of all rows with one matrix. "bytes" is
-the dense time plus the time of NumPy copies: each matrix twice into a cached
-buffer, and the buffer into a new array per gradient. A grouped matmul below
-"bytes" reads and computes at the same time.
+The program "dense" multiplies all rows by one matrix. "copies" are the copies
+of NumPy that read and write as much as the other matrices: each matrix twice
+into a cached buffer, and the buffer into a new array per gradient. A grouped
+matmul below dense and copies together reads and computes at the same time.
 
     JAX_PLATFORMS=cuda ... --models=mixtral_8x7b,olmoe_1b_7b
 
-measures the first matmul of models in bfloat16 against others' functions, as
-far as they are installed. Prints forward and gradient times, after the errors
-of both, relative to the largest value of a loop over the experts. Several
-launches follow one another without a wait of the host, whose time is not small
-beside a product of 0.2 ms. With --layers, measures whole layers on one device
+measures the first matmul of models in bfloat16, also in others' functions as
+far as they are installed. With --layers, measures whole layers on one device
 against the dense products of as many rows.
+
+Prints the errors of the product and its gradients, relative to the largest
+value of a loop over the experts, then times and ratios to dense. Several
+launches follow one another without a wait of the host, whose time is not small
+beside a product of 0.2 ms.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 import numpy as np
 
-from benchmarks import driver, timing
+from benchmarks import timing
 import ep
 from ep import presets
 
 _ROWS, _INNER, _OUTER = 4096, 256, 512
-_LAUNCHES = 10  # timed together, of a model's products
+_LAUNCHES = 10  # timed together
 _EXPERTS = flags.DEFINE_list(
   "experts", ["8", "64", "256"], "numbers of experts"
 )
@@ -50,134 +51,76 @@ _TOKENS = flags.DEFINE_integer("model_tokens", 4096, "tokens of models", 1)
 
 
 def measure() -> None:
-  print(f"jax {jax.__version__}, medians of {driver.ROUNDS.value}")
-  measure_one = measure_layer if _LAYERS.value else measure_model
+  rounds, tokens = timing.ROUNDS.value, _TOKENS.value
+  print(f"jax {jax.__version__}, medians of {rounds}")
   for model in _MODELS.value:
     cfg = presets.scaled(presets.BY_NAME[model], _SCALE.value)
-    tokens = _TOKENS.value
-    print(
-      f"E {cfg.num_experts}, K {cfg.top_k}, {cfg.hidden}x{cfg.inner}, {tokens}"
-      " tokens"
-    )
-    measure_one(cfg, tokens, driver.ROUNDS.value)
-  if _MODELS.value:
-    return
-  for dtype in ("float32", "bfloat16"):
-    for experts in map(int, _EXPERTS.value):
-      measure_experts(dtype, experts, driver.ROUNDS.value)
+    if _LAYERS.value:
+      print(f"\n{model}, {tokens} tokens")
+      measure_layer(cfg, tokens, rounds)
+    else:
+      sizes = cfg.num_experts, cfg.hidden, cfg.inner
+      rows = tokens * cfg.top_k
+      measure_products("bfloat16", rows, *sizes, rounds, others=True)
+  if not _MODELS.value:
+    for dtype in ("float32", "bfloat16"):
+      for experts in map(int, _EXPERTS.value):
+        measure_products(dtype, _ROWS, experts, _INNER, _OUTER, rounds)
 
 
-def measure_experts(dtype: str, experts: int, rounds: int) -> None:
-  """Prints the times for `experts` matrices, as multiples of one matmul."""
+def measure_products(
+  dtype: str,
+  num_rows: int,
+  experts: int,
+  inner: int,
+  outer: int,
+  rounds: int,
+  *,
+  others: bool = False,
+) -> None:
+  """Prints the errors and times of products, also of others' functions."""
+  print(f"\n{dtype}, {num_rows} rows, E = {experts}, {inner}x{outer}")
   rng = np.random.default_rng(0)
-
-  def draw(*shape):
-    return jnp.asarray(rng.normal(size=shape), dtype)
-
-  rows, ct = draw(_ROWS, _INNER), draw(_ROWS, _OUTER)
-  matrices = draw(experts, _INNER, _OUTER)
-  sizes = rng.multinomial(_ROWS, [1 / experts] * experts).astype(np.int32)
-
-  def grouped(rows, matrices):
-    return ep.grouped_matmul(rows, matrices, jnp.asarray(sizes))
-
-  def copy(matrices):
-    cached = np.empty_like(matrices[0])
-    for matrix in itertools.chain(matrices, matrices):
-      np.copyto(cached, matrix)
-    return [cached.copy() for _ in matrices]
-
-  def run(fn, *args):
-    def both(rows, matrices, ct):
-      out, vjp = jax.vjp(fn, rows, matrices)
-      return out, vjp(ct)
-
-    program = jax.jit(both).lower(*args).compile()
-    return lambda: jax.block_until_ready(program(*args))
-
-  seconds = timing.take_turns(
-    {
-      "dense": run(jnp.matmul, rows, matrices[0], ct),
-      "copy": functools.partial(copy, np.asarray(matrices)),
-      "grouped": run(grouped, rows, matrices, ct),
-    },
-    rounds,
-  )
-  dense = seconds["dense"]
-  print(
-    f"{dtype}, E = {experts}: dense {np.median(dense) * 1e3:.1f} ms, bytes"
-    f" {1 + timing.ratio(seconds['copy'], dense):.2f} x, grouped"
-    f" {timing.ratio(seconds['grouped'], dense):.2f} x"
-  )
-
-
-def measure_model(cfg: ep.MoEConfig, tokens: int, rounds: int) -> None:
-  """Prints the errors and the milliseconds of each contender."""
-  num_rows, experts = tokens * cfg.top_k, cfg.num_experts
-  rng = np.random.default_rng(0)
-  sizes = rng.multinomial(num_rows, [1 / experts] * experts)
-
-  def draw(*shape):
-    return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
-
-  rows, matrices = (
-    draw(num_rows, cfg.hidden),
-    draw(experts, cfg.hidden, cfg.inner),
-  )
-  matrices *= jnp.bfloat16(0.02)
-  args = rows, matrices, jnp.asarray(sizes, jnp.int32)
-
-  def gradients(fn):
-    def both(rows, matrices, sizes):
-      out, vjp = jax.vjp(lambda *x: fn(*x, sizes), rows, matrices)
-      return out, *vjp(out)
-
-    return both
-
-  @jax.jit
-  def looped(rows, matrices, sizes):
-    ends = jnp.cumsum(sizes)
-    of_row = jnp.searchsorted(ends, jnp.arange(num_rows), side="right")
-
-    def add(out, e):
-      mine = jnp.where((of_row == e)[:, None], rows, 0)
-      return out + jnp.matmul(
-        mine, matrices[e], preferred_element_type=jnp.float32
-      ), None
-
-    zeros = jnp.zeros((num_rows, cfg.inner), jnp.float32)
-    out, _ = jax.lax.scan(add, zeros, jnp.arange(experts))
-    return out.astype(jnp.bfloat16)
+  sizes = rng.multinomial(num_rows, [1 / experts] * experts).astype(np.int32)
+  rows = rng.standard_normal((num_rows, inner), np.float32)
+  matrices = rng.standard_normal((experts, inner, outer), np.float32)
+  rows, matrices = jnp.asarray(rows, dtype), jnp.asarray(matrices / 50, dtype)
+  args = rows, matrices, jnp.asarray(sizes)
+  want = _looped(np.float32(rows), np.float32(matrices), sizes)
 
   def error(found, want):
-    found, want = (jnp.asarray(x, jnp.float32) for x in (found, want))
-    return float(jnp.abs(found - want).max() / jnp.abs(want).max())
+    return abs(np.float32(found) - want).max() / abs(want).max()
 
-  want = jax.jit(gradients(looped))(*args)
   forward, both = {}, {}
-  for name, fn in _contenders():
+  for name, fn in _functions(others):
     try:
-      programs = jax.jit(fn), jax.jit(gradients(fn))
+      programs = jax.jit(fn), jax.jit(_with_gradients(fn))
       found = programs[1](*args)
       if name != "dense":
-        errors = [error(*pair) for pair in zip(found, want, strict=True)]
+        errors = map(error, found, want)
         print(f"{name}: errors {' '.join(f'{x:.1e}' for x in errors)}")
     except Exception as e:  # others' functions refuse shapes in any way
       print(f"without {name}: {type(e).__name__}: {e}".partition("\n")[0])
       continue
     for runs, program in zip((forward, both), programs, strict=True):
       runs[name] = functools.partial(_launches, program, args)
-  if torch := _torch(args):
-    forward["torch._grouped_mm"] = torch
-  flops = 2 * num_rows * cfg.hidden * cfg.inner
+  if jax.default_backend() == "cpu":
+    both["copies"] = functools.partial(_launches, _copy, [np.array(matrices)])
+  elif others:
+    forward["torch._grouped_mm"] = _torch(args)
+  flops = 2 * num_rows * inner * outer
   print_times("forward", forward, flops, rounds)
   print_times("with gradients", both, 3 * flops, rounds)
 
 
 def print_times(what: str, runs: dict, flops: int, rounds: int) -> None:
-  for name, seconds in timing.take_turns(runs, rounds).items():
-    ms = 1e3 * np.median(seconds) / _LAUNCHES
-    print(f"{name}, {what}: {ms:.3f} ms, {flops / ms / 1e9:.0f} TFLOP/s")
+  times = timing.take_turns(runs, rounds)
+  for name, seconds in times.items():
+    each = np.median(seconds) / _LAUNCHES
+    print(
+      f"{name}, {what}: {1e3 * each:.3f} ms, {flops / each / 1e9:.0f} GFLOP/s,"
+      f" {timing.ratio(seconds, times['dense']):.2f} x dense"
+    )
 
 
 def measure_layer(cfg: ep.MoEConfig, tokens: int, rounds: int) -> None:
@@ -198,13 +141,6 @@ def measure_layer(cfg: ep.MoEConfig, tokens: int, rounds: int) -> None:
       hidden = jax.nn.silu(rows @ params["w_gate"]) * (rows @ params["w_up"])
       return hidden @ params["w_down"]
 
-    def gradients(fn):
-      def both(*args):
-        out, vjp = jax.vjp(fn, *args)
-        return vjp(out)
-
-      return both
-
     params = ep.moe.init(jax.random.key(0), cfg, jnp.bfloat16)
     matrices = {k: w[0] for k, w in params.items() if k.startswith("w_")}
     rows = jax.random.normal(jax.random.key(1), (num_rows, cfg.hidden))
@@ -214,12 +150,46 @@ def measure_layer(cfg: ep.MoEConfig, tokens: int, rounds: int) -> None:
       "dense": (dense, (matrices, rows)),
       "ep": (lambda *args: layer(*args)[0], (params, rows[:tokens])),
     }
-    forward, both = {}, {}
-    for name, (fn, args) in fns.items():
-      forward[name] = functools.partial(_launches, jax.jit(fn), args)
-      both[name] = functools.partial(_launches, jax.jit(gradients(fn)), args)
-    print_times("forward", forward, flops, rounds)
-    print_times("with gradients", both, 3 * flops, rounds)
+    for what, of, times in (
+      ("forward", lambda fn: fn, 1),
+      ("with gradients", _with_gradients, 3),
+    ):
+      runs = {
+        name: functools.partial(_launches, jax.jit(of(fn)), args)
+        for name, (fn, args) in fns.items()
+      }
+      print_times(what, runs, times * flops, rounds)
+
+
+def _with_gradients(fn: Callable) -> Callable:
+  """Returns a function that also returns the gradients of two arguments.
+
+  The result is the cotangent.
+  """
+
+  def both(a, b, *rest):
+    out, vjp = jax.vjp(lambda a, b: fn(a, b, *rest), a, b)
+    return out, *vjp(out)
+
+  return both
+
+
+def _looped(
+  rows: np.ndarray, matrices: np.ndarray, sizes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns the product and its gradients, by a loop over the experts."""
+  parts = np.split(rows, np.cumsum(sizes)[:-1])
+  outs = [part @ m for part, m in zip(parts, matrices, strict=True)]
+  of_rows = [out @ m.T for out, m in zip(outs, matrices, strict=True)]
+  of_matrices = [x.T @ out for x, out in zip(parts, outs, strict=True)]
+  return np.concatenate(outs), np.concatenate(of_rows), np.stack(of_matrices)
+
+
+def _copy(matrices: np.ndarray) -> list[np.ndarray]:
+  cached = np.empty_like(matrices[0])
+  for matrix in itertools.chain(matrices, matrices):
+    np.copyto(cached, matrix)
+  return [cached.copy() for _ in matrices]
 
 
 def _launches(fn: Callable, args: Sequence) -> object:
@@ -228,10 +198,12 @@ def _launches(fn: Callable, args: Sequence) -> object:
   return jax.block_until_ready(out)
 
 
-def _contenders() -> Iterator[tuple[str, Callable]]:
+def _functions(others: bool) -> Iterator[tuple[str, Callable]]:
   """Yields functions of (rows, matrices, sizes); the first one is dense."""
   yield "dense", lambda rows, matrices, sizes: rows @ matrices[0]
   yield "ep", ep.grouped_matmul
+  if not others:
+    return
   yield "lax.ragged_dot", jax.lax.ragged_dot
   if jax.default_backend() == "gpu":
     module = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
@@ -254,10 +226,8 @@ def _contenders() -> Iterator[tuple[str, Callable]]:
   )
 
 
-def _torch(args) -> Callable[[], object] | None:
-  """Returns a run of PyTorch's grouped matmul, or None without a GPU."""
-  if jax.default_backend() != "gpu":
-    return None
+def _torch(args) -> Callable[[], object]:
+  """Returns a run of PyTorch's grouped matmul."""
   torch = importlib.import_module("torch")
   *tensors, sizes = map(torch.from_dlpack, args)
   ends = sizes.cumsum(0).to(torch.int32)
@@ -275,4 +245,4 @@ def worlds():
 
 
 if __name__ == "__main__":
-  app.run(driver.make_main(measure, worlds))
+  app.run(timing.make_main(measure, worlds))

@@ -19,17 +19,15 @@ import functools
 
 import jax
 from jax import lax
-from jax.custom_derivatives import linear_call
 import jax.numpy as jnp
 
-from benchmarks.exchanges import scale, sort_choices
+from benchmarks.exchanges import sort_choices
 from benchmarks.workload import AXIS, Layout
 import ep
 
 
-def inner(dot, rows, w_gate, w_up):
-  """Returns the hidden activations, which the experts multiply by `w_down`."""
-  return jax.nn.silu(dot(rows, w_gate)) * dot(rows, w_up)
+def swiglu(gate, up):
+  return jax.nn.silu(gate) * up
 
 
 def group_sizes(layout: Layout, topk_idx):
@@ -38,54 +36,49 @@ def group_sizes(layout: Layout, topk_idx):
   return counts.sum(0).reshape(layout.ranks, -1)[lax.axis_index(AXIS)]
 
 
-def dispatch(exchange, handle, tokens, topk_weights):
-  """Calls `exchange.dispatch`, with its `dispatch_bwd` as derivative."""
-  return linear_call(
-    lambda handle, args: exchange.dispatch(handle, *args),
-    lambda handle, grads: exchange.dispatch_bwd(handle, *grads),
-    handle,
-    (tokens, topk_weights),
-  )
+class JaxExperts:
+  """A layer that calls JAX between the ops of another contender.
 
+  `sizes(handle, topk_idx)` returns the number of rows per expert of this rank.
+  """
 
-def combine(exchange, handle, rows):
-  """Calls `exchange.combine`, with its `combine_bwd` as derivative."""
-  return linear_call(exchange.combine, exchange.combine_bwd, handle, rows)
-
-
-class Sorted:
-  """A layer that sorts rows by expert with the ops of another contender."""
-
-  def __init__(self, layout: Layout, exchange):
-    self._layout = layout
+  def __init__(self, exchange, sizes):
     self._exchange = exchange
+    self._sizes = sizes
 
   def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
     handle = self._exchange.prepare(topk_idx)
-    sizes = group_sizes(self._layout, topk_idx)
+    sizes = self._sizes(handle, topk_idx)
     dot = functools.partial(ep.grouped_matmul, group_sizes=sizes)
-    rows, weights = dispatch(self._exchange, handle, tokens, topk_weights)
-    rows = dot(inner(dot, rows, w_gate, w_up), w_down)
-    return combine(self._exchange, handle, scale(rows, weights))
+    rows, weights = self._exchange.dispatch(handle, tokens, topk_weights)
+    rows = dot(swiglu(dot(rows, w_gate), dot(rows, w_up)), w_down)
+    return self._exchange.combine(handle, rows, weights)
 
 
-class Masked:
-  """A layer that applies every expert to every token, most by weight zero."""
+class OwnExperts:
+  """Passes a function that computes the experts of `ep` to `moe_layer`."""
 
-  def __init__(self, layout: Layout):
-    self._layout = layout
+  def __init__(self, layer: ep.EpLayerConfig):
+    self._layer = layer
 
-  def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
-    gather = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
-    local = self._layout.num_local_experts
-    experts = lax.axis_index(AXIS) * local + jnp.arange(local)
-    chosen = gather(topk_idx)[..., None] == experts  # [P * T, K, L]
-    weights = (gather(topk_weights)[..., None] * chosen).sum(1)
-    dot = functools.partial(jnp.einsum, "th,lhf->tlf")
-    hidden = inner(dot, gather(tokens), w_gate, w_up)
-    hidden = hidden * weights[..., None].astype(hidden.dtype)
-    out = jnp.einsum("tlf,lfh->th", hidden, w_down)
-    return lax.psum_scatter(out, AXIS, tiled=True)
+  def moe(self, topk_idx, tokens, topk_weights, *matrices):
+    def experts(segments, matrices, rows):
+      w_gate, w_up, w_down = matrices
+
+      @jax.checkpoint
+      def down(gate, up):
+        return segments.matmul(segments.map(swiglu, gate, up), w_down)
+
+      return down(*segments.matmul(rows, [w_gate, w_up]))
+
+    return ep.moe_layer(
+      self._layer,
+      tokens,
+      topk_idx,
+      topk_weights,
+      experts=experts,
+      params=matrices,
+    )
 
 
 class OneHot:
@@ -113,6 +106,6 @@ class OneHot:
       blocks.reshape(by_rank), AXIS, 0, 0
     )  # [P, L, rows, H]
     dot = functools.partial(jnp.einsum, "plrh,lhf->plrf")
-    rows = dot(inner(dot, rows, w_gate, w_up), w_down)
+    rows = dot(swiglu(dot(rows, w_gate), dot(rows, w_up)), w_down)
     rows = lax.all_to_all(rows, AXIS, 0, 0).reshape(blocks.shape)
     return jnp.einsum("ter,erh->th", combine, rows)

@@ -1,26 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the results of every contender's ops, then times the ops."""
+"""Checks the results of every contender's ops, then measures the ops."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
+import ctypes
+import functools
+import gc
+import pathlib
+from typing import NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from benchmarks import contenders, memory, timing
-from benchmarks.ops import ALL, compile_op, with_handle
-from benchmarks.report import Result
-from benchmarks.workload import Workload
+from benchmarks import contenders, timing
+from benchmarks.contenders import OPS
+from benchmarks.workload import SPEC, Workload
 
 # The largest allowed error, relative to the largest value of the array.
 _BOUNDS = {"float32": 2e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 
-class WrongResult(Exception):
-  """Raised if a contender's result is wrong."""
+class Result(NamedTuple):
+  """The measurements of one contender.
+
+  Attributes:
+    seconds: time of each round.
+    peak_bytes: resident memory that the op adds, over all processes; or NaN.
+    planned_bytes: XLA's temporaries, over all processes.
+  """
+
+  seconds: np.ndarray
+  peak_bytes: float
+  planned_bytes: float
+
+
+def programs(contender, mesh, inputs, ops: Sequence[str]) -> Iterator:
+  """Yields ops, their compiled programs, and the programs' arguments.
+
+  A first call compiles a program, because JAX takes longer to call programs
+  that were compiled ahead of time. No op donates an input: only the output of a
+  round trip could reuse the memory of an input, and a round trip would first
+  have to copy its tokens.
+  """
+
+  def compiled(op):
+    run = functools.partial(OPS[op].run, contender)
+    program = jax.jit(
+      jax.shard_map(
+        run, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False
+      )
+    )
+    args = [inputs[name] for name in OPS[op].inputs]
+    jax.block_until_ready(program(*args))
+    return program, args
+
+  if any("handle" in OPS[op].inputs for op in ops):
+    prepare, args = compiled("prepare")
+    inputs = inputs | {"handle": prepare(*args)}
+  for op in ops:
+    yield op, *compiled(op)
 
 
 def measure(
@@ -37,32 +78,25 @@ def measure(
   check that backend against the numeric contract (ep/_src/ops/reference.py).
 
   Raises:
-    WrongResult: on the process of a rank with a wrong result.
+    AssertionError: on the process of a rank with a wrong result.
   """
   runs = {op: {} for op in ops}
   memories = {}
-  shared = workload.inputs(
-    mesh, {"topk_idx"}.union(*(ALL[op].inputs for op in ops))
+  inputs = workload.inputs(
+    mesh, {"topk_idx"}.union(*(OPS[op].inputs for op in ops))
   )
   with contextlib.ExitStack() as stack:
 
-    def make(name):
+    def of(name):
       contender = stack.enter_context(
         contenders.make(name, mesh, workload.layout, workload.dtype)
       )
-      mine = contenders.ops_of(name, ops)
-      return contender, mine, with_handle(contender, mesh, shared, mine)
+      return programs(contender, mesh, inputs, contenders.ops_of(name, ops))
 
-    xla, _, inputs = make("xla")
-    expected = {}
-    for op in ops:
-      program, args = compile_op(op, xla, mesh, inputs)
-      expected[op] = program(*args)
+    expected = {op: program(*args) for op, program, args in of("xla")}
     for name in names:
-      meter = memory.Meter()
-      contender, mine, inputs = make(name)
-      for op in mine:
-        program, args = compile_op(op, contender, mesh, inputs)
+      meter = _Meter()
+      for op, program, args in of(name):
         planned = program.lower(*args).compile().memory_analysis()
         meter.start()
         outputs = jax.block_until_ready(program(*args))
@@ -89,31 +123,62 @@ def measure(
 
 
 def _check(what, workload, op, outputs, expected) -> None:
-  """Raises `WrongResult` if an output shard of this process is wrong."""
+  """Fails if an output shard of this process is wrong."""
   has_tail = op in ("dispatch", "combine_bwd")
   bound = _BOUNDS[workload.dtype.name]
   for arrays in zip(*map(jax.tree.leaves, (outputs, expected)), strict=True):
     for shards in zip(*(x.addressable_shards for x in arrays), strict=True):
       got, want = (np.asarray(shard.data) for shard in shards)
-      if got.shape != want.shape or got.dtype != want.dtype:
-        raise WrongResult(
-          f"{what}: {got.dtype}{list(got.shape)}, but {want.dtype}"
-          f"{list(want.shape)} is expected"
-        )
+      assert got.dtype == want.dtype, what
       rank = (shards[1].index[0].start or 0) // len(want)
       if has_tail and not workload.layout.zero_tail:
         size = workload.received[rank]
         got, want = got[:size], want[:size]
       got, want = got.astype(np.float64), want.astype(np.float64)
-      most = bound * abs(want).max(initial=0)
-      wrong = ~(abs(got - want) <= most)  # NaN is also wrong
-      if wrong.any():
-        raise WrongResult(
-          f"{what} on rank {rank}: {wrong.sum()} of {wrong.size} values are"
-          " wrong"
-        )
+      np.testing.assert_allclose(
+        got,
+        want,
+        rtol=0,
+        atol=bound * abs(want).max(initial=0),
+        err_msg=f"{what} on rank {rank}",
+        equal_nan=False,
+      )
 
 
 def _sum_over_processes(*numbers: float) -> np.ndarray:
   every = multihost_utils.process_allgather(np.asarray(numbers, np.float32))
   return every.reshape(-1, len(numbers)).sum(axis=0)
+
+
+class _Meter:
+  """A meter of the resident memory that a contender adds (Linux).
+
+  The meter counts outputs and temporaries, but not inputs and programs. Shared
+  memory from after `__init__` counts in every run, and in each process that
+  touched it, because a communicator keeps its shared memory.
+  """
+
+  def __init__(self):
+    self._shared = _kib("RssShmem")
+
+  def start(self) -> None:
+    """Resets the peak."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or freed memory would be reused
+    try:
+      pathlib.Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+    except OSError:
+      self._before = None
+      return
+    self._before = _kib("VmRSS") - (_kib("RssShmem") - self._shared)
+
+  def peak_bytes(self) -> float:
+    """Returns the peak since `start`, or NaN if peaks cannot be reset."""
+    if self._before is None:
+      return float("nan")
+    return 1024.0 * max(0, _kib("VmHWM") - self._before)
+
+
+def _kib(field: str) -> int:
+  status = pathlib.Path("/proc/self/status").read_text()
+  return int(status.partition(f"{field}:")[2].split()[0])

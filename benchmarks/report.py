@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import contenders
+from benchmarks.measure import Result
 from benchmarks.timing import ratio
 
 
@@ -20,20 +21,6 @@ class Case(NamedTuple):
   shape: str
   dtype: str
   op: str
-
-
-class Result(NamedTuple):
-  """The measurements of one contender.
-
-  Attributes:
-    seconds: time of each round.
-    peak_bytes: resident memory that the op adds, over all processes; or NaN.
-    planned_bytes: XLA's temporaries, over all processes.
-  """
-
-  seconds: np.ndarray
-  peak_bytes: float
-  planned_bytes: float
 
 
 Results = Mapping[Case, Mapping[str, Result]]

@@ -1,17 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times functions in interleaved rounds."""
+"""Starts a benchmark's ranks, and times functions in interleaved rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+import inspect
 import random
+import sys
 import time
+from typing import Any
 
+from absl import app, flags, logging
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
+from ep import launch
+
+ROUNDS = flags.DEFINE_integer("rounds", 20, "runs that are timed", 1)
 _WARMUP = 2
+
+
+def make_main(
+  measure: Callable[[], int | None],
+  worlds: Callable[[], Iterable[dict[str, Any]]],
+) -> Callable:
+  """Returns a `main` that calls `measure` on all ranks of each process layout.
+
+  `measure` returns the exit code. A nonzero code terminates the program.
+  `worlds` yields the keyword arguments of `ep.launch.launch` per layout.
+  """
+
+  def main(argv):
+    if len(argv) > 1:
+      raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)
+    if launch.inside_launcher():
+      launch.initialize()
+      return measure()
+    program = [inspect.getfile(measure), *sys.argv[1:]]
+    codes = (launch.launch(program, **world) for world in worlds())
+    return next(filter(None, codes), 0)
+
+  return main
 
 
 def take_turns(

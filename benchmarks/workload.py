@@ -12,8 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from ep import presets
-from ep._tools.records import expert_loads
-from ep.testing._routings import ROUTINGS
 
 AXIS = "ep"
 SPEC = PartitionSpec(AXIS)
@@ -79,12 +77,6 @@ def _of_model(name: str, tokens: int, scale: int) -> Shape:
   return Shape(tokens, cfg.hidden, cfg.top_k, cfg.num_experts, cfg.inner)
 
 
-def uniform(shape: Shape, ranks: int) -> np.ndarray:
-  """Returns random experts `[P * T, K]`, the same on all processes."""
-  size = ranks * shape.tokens, shape.top_k
-  return ROUTINGS["uniform"](np.random.default_rng(0), size, shape.num_experts)
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """The static sizes of a contender's programs.
@@ -128,7 +120,7 @@ class Workload:
     """Makes the workload; raises `ValueError` if the sizes do not fit.
 
     The capacity is `capacity_factor` times the rows of a balanced routing, or
-    the worst case by default.
+    the worst case by default. Choices of -1 are unused.
     """
     if shape.num_experts % ranks or shape.top_k > shape.num_experts:
       raise ValueError(
@@ -140,8 +132,11 @@ class Workload:
     if capacity_factor is not None:
       balanced = capacity_factor * shape.tokens * shape.top_k
       capacity = min(capacity, max(local, int(balanced)))
-    to_experts = expert_loads.choices(
-      str(shape), choices, shape.num_experts, ranks
+    to_experts = np.stack(
+      [
+        np.bincount(ids[ids >= 0], minlength=shape.num_experts)
+        for ids in choices.reshape(ranks, -1)
+      ]
     )
     to_ranks = to_experts.reshape(ranks, ranks, local).sum(axis=-1)
     self.received = to_ranks.sum(axis=0)
@@ -161,61 +156,39 @@ class Workload:
     self.choices = choices
     self.dtype = np.dtype(dtype)
 
-  def structs(self, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the types of all inputs, global arrays split over the ranks.
+  def inputs(
+    self, mesh: jax.sharding.Mesh, names: Collection[str]
+  ) -> dict[str, jax.Array]:
+    """Returns inputs by name, global arrays split over the ranks.
 
     A rank's shards are topk_idx `[T, K]`, tokens `[T, H]`, topk_weights
     `[T, K]`, rows `[C, H]`, row_weights `[C]`, w_gate and w_up `[L, H, F]` and
-    w_down `[L, F, H]`.
+    w_down `[L, F, H]`. An input also serves as cotangent of an array of the
+    same shape.
     """
     shape, layout = self.layout.shape, self.layout
-    up = layout.num_local_experts, shape.hidden, shape.inner
     sizes = {
       "topk_idx": (shape.tokens, shape.top_k),
       "tokens": (shape.tokens, shape.hidden),
       "topk_weights": (shape.tokens, shape.top_k),
       "rows": (layout.capacity, shape.hidden),
       "row_weights": (layout.capacity,),
+      "w_gate": (layout.num_local_experts, shape.hidden, shape.inner),
+      "w_up": (layout.num_local_experts, shape.hidden, shape.inner),
+      "w_down": (layout.num_local_experts, shape.inner, shape.hidden),
     }
-    if shape.inner is not None:
-      down = up[0], up[2], up[1]
-      sizes |= {"w_gate": up, "w_up": up, "w_down": down}
-    dtypes = {name: np.dtype("float32") for name in sizes if "weights" in name}
-    dtypes["topk_idx"] = self.choices.dtype
 
-    def struct(name, lead, *rest):
-      return jax.ShapeDtypeStruct(
-        (layout.ranks * lead, *rest),
-        dtypes.get(name, self.dtype),
-        sharding=NamedSharding(mesh, SPEC),
-      )
-
-    return {name: struct(name, *size) for name, size in sizes.items()}
-
-  def inputs(
-    self, mesh: jax.sharding.Mesh, names: Collection[str]
-  ) -> dict[str, jax.Array]:
-    """Returns arrays of the types in `structs`.
-
-    An input also serves as cotangent of an array of the same shape.
-    """
-
-    def place(name, struct):
-      sizes = struct.sharding.shard_shape(struct.shape)
+    def place(name):
+      lead, *rest = sizes[name]
       return jax.make_array_from_callback(
-        struct.shape,
-        struct.sharding,
-        lambda index: self._part(
-          name, sizes, struct.dtype, index[0].start or 0
-        ),
+        (layout.ranks * lead, *rest),
+        NamedSharding(mesh, SPEC),
+        lambda index: self._part(name, sizes[name], index[0].start or 0),
       )
 
-    structs = self.structs(mesh).items()
-    return {name: place(name, x) for name, x in structs if name in names}
+    return {name: place(name) for name in sizes if name in names}
 
-  def _part(
-    self, name: str, sizes: tuple[int, ...], dtype: np.dtype, start: int
-  ) -> np.ndarray:
+  def _part(self, name: str, sizes: tuple[int, ...], start: int) -> np.ndarray:
     """Returns the shard of an input that begins at `start` of the first axis.
 
     The values repeat a random table, to save time. No two rows are equal,
@@ -227,4 +200,5 @@ class Workload:
     table = rng.standard_normal(1_000_003, np.float32)
     if name.startswith("w_"):  # so products keep the rows' magnitude
       table *= sizes[1] ** -0.5
+    dtype = np.float32 if "weights" in name else self.dtype
     return np.resize(table.astype(dtype), sizes)

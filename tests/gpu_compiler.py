@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 import numpy as np
 import pytest
 
-from benchmarks import targets
 from ep._src.base.backend import OPS
 from ep._src.native import ffi
+import targets
 
 _PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 

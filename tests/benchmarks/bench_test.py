@@ -11,17 +11,9 @@ from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-from benchmarks import (
-  contenders,
-  ep_bench,
-  grouped_matmul,
-  measure,
-  moe_options,
-  report,
-)
+from benchmarks import contenders, ep_bench, grouped_matmul, measure, report
 from benchmarks import workload as workload_lib
-from benchmarks.exchanges import PaddedGather
-from benchmarks.ops import compile_op, OPS, with_handle
+from benchmarks.exchanges import Gathered
 import ep
 from ep.testing._routings import ROUTINGS
 import programs
@@ -52,30 +44,15 @@ def test_both_layouts_print_tables_and_a_verdict(
     assert f"{verdict}: {world} {SHAPE} float32 {op}: host is" in output
 
 
-def test_options_of_layers_are_measured(capfd):
-  moe_options.measure_option(
-    (2, 2), "even", tokens=8, rounds=1, deterministic=True
-  )
-  moe_options.measure_option(
-    (1, 4), "a hot rank", tokens=8, rounds=1, replica_slots=4
-  )
-  output = capfd.readouterr().out
-  assert "2 x 2, even, {'deterministic': True}: " in output
-  assert "busiest rank / mean 4.00 -> 1.00" in output
-
-
 def test_grouped_matmuls_are_measured(capfd):
-  grouped_matmul.measure_experts("bfloat16", 8, rounds=1)
-  assert "bfloat16, E = 8: dense " in capfd.readouterr().out
-
-
-def test_grouped_matmuls_of_a_model_are_measured(capfd):
-  cfg = ep.MoEConfig(hidden=8, inner=16, num_experts=4, top_k=2)
-  grouped_matmul.measure_model(cfg, tokens=64, rounds=1)
+  sizes = dict(num_rows=128, experts=4, inner=8, outer=16)
+  grouped_matmul.measure_products("bfloat16", **sizes, rounds=1, others=True)
   output = capfd.readouterr().out
   errors = re.findall(r"^(?:ep|lax.ragged_dot): errors (.*)$", output, re.M)
   assert len(errors) == 2
   assert all(float(x) < 0.02 for line in errors for x in line.split())
+  assert "copies, with gradients: " in output
+  cfg = ep.MoEConfig(hidden=8, inner=16, num_experts=4, top_k=2)
   grouped_matmul.measure_layer(cfg, tokens=64, rounds=1)
   output += capfd.readouterr().out
   for line in "ep, with gradients: ", "ep, forward: ":
@@ -110,7 +87,7 @@ def _workload(mesh, routing="skewed", *, shape=SHAPE, **options):
   return workload_lib.Workload(shape, choices, mesh.size, **options)
 
 
-def _measure(mesh, workload, names, ops=tuple(OPS)):
+def _measure(mesh, workload, names, ops):
   return measure.measure(mesh, workload, names=names, ops=ops, rounds=1)
 
 
@@ -138,20 +115,21 @@ def test_every_contender_is_right(mesh, dtype, roomy, ops):
 
 @pytest.mark.parametrize("op, leaf", [("dispatch", 0), ("dispatch_bwd", 1)])
 def test_one_wrong_number_is_an_error(mesh, monkeypatch, op, leaf):
-  right = getattr(PaddedGather, op)
+  right = contenders.OPS[op]
 
   def spoil(*args):
-    leaves, tree = jax.tree.flatten(right(*args))
-    x = leaves[leaf]
-    # Unless the rank is full, the last row is unused: it belongs to the tail.
-    leaves[leaf] = x.at[(-1,) * x.ndim].add(lax.axis_index("ep") == 0)
+    leaves, tree = jax.tree.flatten(right.run(*args))
+    if isinstance(args[0], Gathered):
+      x = leaves[leaf]
+      # Unless the rank is full, the last row is unused: it belongs to the tail.
+      leaves[leaf] = x.at[(-1,) * x.ndim].add(lax.axis_index("ep") == 0)
     return tree.unflatten(leaves)
 
-  monkeypatch.setattr(PaddedGather, op, spoil)
+  monkeypatch.setitem(contenders.OPS, op, right._replace(run=spoil))
   with pytest.raises(
-    measure.WrongResult, match=f"padded_gather: {op} on rank 0: 1 of"
+    AssertionError, match=rf"gathered: {op} on rank 0\s+Mismatched elements: 1 "
   ):
-    _measure(mesh, _workload(mesh), ["padded_gather"], [op])
+    _measure(mesh, _workload(mesh), ["gathered"], [op])
 
 
 def test_round_trips_materialize_the_rows_that_experts_would_read():
@@ -163,8 +141,9 @@ def test_round_trips_materialize_the_rows_that_experts_would_read():
   workload = _workload(mesh, shape=shape)
   inputs = workload.inputs(mesh, ["topk_idx", "tokens", "topk_weights"])
   contender = contenders.PURE_XLA["gathered"](workload.layout)
-  inputs = with_handle(contender, mesh, inputs, ["round_trip"])
-  program, args = compile_op("round_trip", contender, mesh, inputs)
+  ((_, program, args),) = measure.programs(
+    contender, mesh, inputs, ["round_trip"]
+  )
   rows_bytes = workload.layout.capacity * shape.hidden * 4
   memory = program.lower(*args).compile().memory_analysis()
   assert memory.temp_size_in_bytes >= rows_bytes
@@ -186,7 +165,7 @@ def test_every_layer_is_right(mesh, dtype, op):
     zero_tail=False,
   )
   names = ["host", *contenders.LAYERS, *contenders.USERS]
-  results = _measure(mesh, workload, ["padded_gather", *names], [op])
+  results = _measure(mesh, workload, ["gathered", *names], [op])
   assert [*results[op]] == names
   assert all(result.planned_bytes > 0 for result in results[op].values())
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.targets import gpus
 from ep._src.matmul import by_mosaic, mosaic_row_map, mosaic_sums
 from ep._src.matmul.row_map import weighted
 import gpu_compiler
+from targets import gpus
 
 # Rows and widths, for blocks of 256 and of 192 columns.
 SHAPES = (256, 512, 768), (256, 192, 320)

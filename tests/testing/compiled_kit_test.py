@@ -2,7 +2,7 @@
 """Compiles the kit's programs of backend "xla" for accelerators.
 
 CI compiles small programs for a TPU and for GPUs. EP_TEST_TARGET names a
-machine of benchmarks/targets.py for which the test compiles all programs:
+machine of tests/targets.py for which the test compiles all programs:
 
     EP_TEST_TARGET=v6e PYTHONPATH=.:tests \
         pytest tests/testing/compiled_kit_test.py
@@ -11,7 +11,6 @@ machine of benchmarks/targets.py for which the test compiles all programs:
 import dataclasses
 import importlib.util
 import os
-import re
 
 import jax
 from jax.sharding import NamedSharding
@@ -19,19 +18,25 @@ import numpy as np
 import pytest
 from testing_subjects import XLA
 
-from benchmarks import targets
+from benchmarks import compiled
 from benchmarks.workload import AXIS, SPEC
 from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
 from ep.testing._variants import Draw
+import targets
 
 PRESENT = "v5e" if importlib.util.find_spec("libtpu") else "h100x4"
 TARGET = os.environ.get("EP_TEST_TARGET")
 # One variant of each setting; routings share their programs.
 VARIANTS = [*{x.setting(): x for x in Draw(XLA, 0).every_kind()}.values()]
-# The number of exchanges in each program. A dispatch and its backward send rows
-# and weights; a combine and its backward send rows.
-EXCHANGES = dict(forward=3, pullback=5, pushforward=5, second_pullback=8)
+# The exchanges of rows and weights in each program. Dispatch and its backward
+# pass exchange both; combine and its backward pass exchange rows.
+EXCHANGES = {
+  "forward": 2 + 1,
+  "pullback": 2 + 1 + 2,
+  "pushforward": 2 * 2 + 1,
+  "second_pullback": 2 * 2 + 1 + 1 + 2,
+}
 SHORT = [x for x in VARIANTS if x.tokens < 1000]
 
 
@@ -63,6 +68,9 @@ def test_programs_of_the_kit(variant):
   idx = ROUTINGS[variant.routing](rng, shape, setting.num_experts)
   oracle = trial.oracle(idx.astype(np.int32))
   inputs = oracle.inputs(rng, "normal")
-  for name, count in EXCHANGES.items():
-    text = _lower(name, trial, oracle, inputs).compile().as_text()
-    assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", text)) == count
+  for name, exchanges in EXCHANGES.items():
+    program = _lower(name, trial, oracle, inputs).compile()
+    found = compiled.operations(program.as_text())
+    assert found["ragged-all-to-all"] == exchanges
+    # `ep_prepare` exchanges the numbers of rows.
+    assert found["others"] == 1

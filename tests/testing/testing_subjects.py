@@ -129,11 +129,11 @@ def _padded(setting):
 
   def dispatch(tokens, topk_idx, topk_weights):
     handle = exchange.prepare(topk_idx)
-    moved = layers.dispatch(exchange, handle, tokens, topk_weights)
+    moved = exchange.dispatch(handle, tokens, topk_weights)
     return Received(*moved, layers.group_sizes(layout, topk_idx), handle)
 
   def combine(rows, handle):
-    return layers.combine(exchange, handle, rows)
+    return exchange.combine(handle, rows)
 
   return dispatch, combine
 

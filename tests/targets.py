@@ -14,8 +14,6 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 import numpy as np
 
-from benchmarks.workload import AXIS
-
 # Topologies of four chips. A chip of tpu7x is two devices.
 _TPUS = {
   "v5e": "v5e:2x2",
@@ -60,13 +58,13 @@ device_description_str: "{name}"
 
 
 def mesh(target: str) -> Mesh:
-  """Returns a mesh of all devices of one of `TPUS` or `GPUS`."""
+  """Returns a mesh with the axis "ep", of all devices of a target."""
   if target in TPUS:
     devices = _tpus(target)
   else:
     gpu, _, count = target.partition("x")
     devices = gpus(*_GPUS[gpu], int(count))
-  return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+  return Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
 
 
 def _tpus(target: str) -> list[jax.Device]:
