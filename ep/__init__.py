@@ -37,7 +37,7 @@ Running, measuring and debugging:
     suggest_capacity   computes a receive capacity from recorded routings
     trace, explain     measure who waits for whom in a step, and why
     watch              says which processes of a hanging job lag, and why
-    plan, place        predict exchange costs on a Cluster; place the experts
+    place              places experts on ranks so that the loads balance
     testing            tests of a transport or a layer against the contract
 
 `python -m ep check` prints the usable backends, and `python -m ep stuck` the
@@ -91,11 +91,7 @@ from ep._tools.collectives.hidden import (
 from ep._tools.collectives.unordered import (
   assert_ordered_collectives as assert_ordered_collectives,
 )
-from ep._tools.planning.cluster import Cluster as Cluster
-from ep._tools.planning.forecast import Forecast as Forecast
-from ep._tools.planning.place import place as place
-from ep._tools.planning.plan import Plan as Plan
-from ep._tools.planning.plan import plan as plan
+from ep._tools.place import place as place
 from ep._tools.records.capacity import CapacitySuggestion as CapacitySuggestion
 from ep._tools.records.capacity import suggest_capacity as suggest_capacity
 from ep._tools.records.describe import describe as describe

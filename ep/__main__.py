@@ -15,7 +15,6 @@ _COMMANDS = {
   "check": ("ep._tools.check", "print versions and usable backends"),
   "explain": ("ep._tools.trace.explain", "say why a trace's steps are slow"),
   "launch": ("ep.launch._command", "start the ranks of a program"),
-  "plan": ("ep._tools.planning.command", "predict the cost of exchanges"),
   "stuck": ("ep._tools.stuck", "say which ranks of a job wait for which"),
 }
 

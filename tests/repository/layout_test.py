@@ -22,7 +22,7 @@ CORE = [
 ]
 TOOLS = [
   {"check"},
-  {"debug", "planning"},
+  {"debug", "place"},
   {"collectives", "huggingface", "records", "snapshots", "trace", "watch"},
   {"stuck"},
 ]
