@@ -36,7 +36,7 @@ Running, measuring and debugging:
     record, replay     write the routing of each step to files, and reuse it
     suggest_capacity   computes a receive capacity from recorded routings
     watch              says which processes of a hanging job lag, and why
-    plan, place        predict exchange costs on a Cluster; place the experts
+    place              places experts on ranks so that the loads balance
     testing            tests of a transport or a layer against the contract
 
 `python -m ep check` prints the usable backends.
@@ -89,11 +89,7 @@ from ep._tools.collectives.hidden import (
 from ep._tools.collectives.unordered import (
   assert_ordered_collectives as assert_ordered_collectives,
 )
-from ep._tools.planning.cluster import Cluster as Cluster
-from ep._tools.planning.forecast import Forecast as Forecast
-from ep._tools.planning.place import place as place
-from ep._tools.planning.plan import Plan as Plan
-from ep._tools.planning.plan import plan as plan
+from ep._tools.place import place as place
 from ep._tools.records.capacity import CapacitySuggestion as CapacitySuggestion
 from ep._tools.records.capacity import suggest_capacity as suggest_capacity
 from ep._tools.records.describe import describe as describe

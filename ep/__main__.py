@@ -14,7 +14,6 @@ import sys
 _COMMANDS = {
   "check": ("ep._tools.check", "print versions and usable backends"),
   "launch": ("ep.launch._command", "start the ranks of a program"),
-  "plan": ("ep._tools.planning.command", "predict the cost of exchanges"),
 }
 
 

@@ -57,14 +57,11 @@ def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
   assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
 
 
-_PLAN = "plan --preset=mixtral_8x7b --nodes=1 --tokens=64"
-
-
 @pytest.mark.parametrize(
   "command, code, words",
   [
-    (f"{_PLAN} | true", 0, ""),
-    (f"{_PLAN} >/dev/full", 1, "no space is left for the output"),
+    ("check | true", 0, ""),
+    ("check >/dev/full", 1, "no space is left for the output"),
   ],
 )
 def test_the_output_is_closed_or_full(command, code, words, tmp_path):
@@ -81,9 +78,7 @@ def test_the_output_is_closed_or_full(command, code, words, tmp_path):
   assert "Traceback" not in done.stdout and words in done.stdout
 
 
-@pytest.mark.parametrize(
-  "command", ["", " check", " launch", " plan"]
-)
+@pytest.mark.parametrize("command", ["", " check", " launch"])
 def test_each_command_explains_itself(command, capsys):
   for option, code in ("--help", 0), ("--nope", 2):
     with pytest.raises(SystemExit) as end:
@@ -96,4 +91,4 @@ def test_the_help_lists_every_command(capsys):
   with pytest.raises(SystemExit):
     main(["--help"])
   listed = re.findall(r"^(\w+) {2,}[a-z]", capsys.readouterr().out, re.M)
-  assert listed == ["check", "launch", "plan"]
+  assert listed == ["check", "launch"]

@@ -22,7 +22,7 @@ CORE = [
 ]
 TOOLS = [
   {"check"},
-  {"debug", "planning"},
+  {"debug", "place"},
   {"collectives", "records", "snapshots", "watch"},
 ]
 BACKENDS = {"host", "nccl", "xla"}

@@ -73,15 +73,11 @@ def dense_routing(
   return ep.ep_prepare(layer, topk_idx)
 
 
-def plans(cfg: ep.MoEConfig, topk_idx: jax.Array) -> None:
-  cluster = ep.Cluster.named("dgx_h100", num_nodes=4)
-  assert_type(cluster, ep.Cluster)
-  assert_type(ep.place(np.ones(8), cluster, replicas=8), ep.Placement)
-  assert_type(ep.Placement([1, 0]).slots_of(jnp.ones(2, int)), jax.Array)
-  plan = ep.plan(cfg, cluster, np.asarray(topk_idx), ep_sizes=[8, 32])
-  assert_type(plan, ep.Plan)
-  assert_type(plan.forecasts, tuple[ep.Forecast, ...])
-  assert_type(plan.forecasts[0].share, float)
+def placements(metrics: moe.Metrics) -> None:
+  placement = ep.place(metrics.load, 4, nodes=2)
+  assert_type(placement, ep.Placement)
+  assert_type(placement.slots_of(jnp.ones(2, int)), jax.Array)
+  ep.place(np.ones((2, 3, 8)), 4, old=placement, move_cost=1e-3)
 
 
 def records(layer: ep.EpLayerConfig, topk_idx: jax.Array) -> None:

@@ -24,7 +24,7 @@ from ep._src.ops import views
 class Placement:
   """A map from slots to experts: rank r has slots r * L to r * L + L - 1.
 
-      placement = ep.place(loads, cluster)      # or ep.Placement([2, 0, 3, 1])
+      placement = ep.place(loads, num_ranks)    # or ep.Placement([2, 0, 3, 1])
       params = ep.moe.move(
         layer.group, params, layer.specs(), old=None, new=placement
       )
@@ -149,7 +149,7 @@ def move(
 ) -> Any:
   """Reorders arrays of experts from one placement to another, bit for bit.
 
-      new = ep.place(loads, cluster)
+      new = ep.place(loads, layer.group.ep_size)
       params = ep.moe.move(
         layer.group, params, layer.specs(), old=placement, new=new
       )
