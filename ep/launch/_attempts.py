@@ -12,7 +12,6 @@ import re
 import sys
 
 from ep._src.base import processes
-from ep._tools.snapshots import memory as snapshots
 from ep.launch import _hosts as hosts
 from ep.launch import _supervision as supervision
 
@@ -40,7 +39,6 @@ class Job:
   logs: pathlib.Path
   states: pathlib.Path  # the folder of what ranks tell their launcher
   team: hosts.Hosts
-  memory: snapshots.Memory | None
   signals: Sequence[int]
   timeout_at: float
   grace_s: float
@@ -65,32 +63,17 @@ class Job:
     with contextlib.ExitStack() as stack:
 
       def start(
-        name: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        fds: Sequence[int] = (),
+        name: str, argv: Sequence[str], env: Mapping[str, str]
       ) -> supervision.Process:
         process = supervision.Process(
-          name, argv, logs / f"{name}.log", env, states / name, fds
+          name, argv, logs / f"{name}.log", env, states / name
         )
         stack.callback(process.kill)
         return process
 
-      passed = [snapshots.Passed({}, ())] * len(places)
-      if self.memory:
-        own = range(share.first, share.first + share.ranks)
-        copied = range(share.copied, share.copied + share.copies)
-        passed = self.memory.begin(share.restart, share.total, own, copied)
       ranks = [
-        start(
-          f"rank_{rank}",
-          self.argv,
-          {**self._env_of_rank(rank, place, share), **env},
-          fds,
-        )
-        for (rank, place), (env, fds) in zip(
-          enumerate(places, share.first), passed, strict=True
-        )
+        start(f"rank_{rank}", self.argv, self._env_of_rank(rank, place, share))
+        for rank, place in enumerate(places, share.first)
       ]
       others = []
       if share.total > 1 and share.first == 0:

@@ -139,9 +139,6 @@ class Share(NamedTuple):
   first: int  # the first rank of the host
   ranks: int
   total: int  # ranks of all hosts
-  # The host keeps copies of the snapshots of `copies` ranks, from `copied` on.
-  copied: int = 0
-  copies: int = 0
 
 
 class Losses(NamedTuple):
@@ -257,13 +254,11 @@ class Hosts:
         f" other host came within {self._timeout_s:g} s."
       )
     first, shares = 0, {}
-    copied, copies = total - lefts[max(lefts)], lefts[max(lefts)]
     for index, ranks in sorted(lefts.items()):
-      shares[index] = Share(restart, first, ranks, total, copied, copies)
-      copied, copies = first, ranks
+      shares[index] = Share(restart, first, ranks, total)
       first += ranks
     if len(lefts) == 1:
-      return shares[0]._replace(copies=0)
+      return shares[0]
     for index, host in self._hosts.items():
       host.send(shares[index]._asdict())
     return shares[0]

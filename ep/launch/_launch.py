@@ -17,7 +17,6 @@ import time
 
 from ep._src.base import arguments
 from ep._src.native import gpus
-from ep._tools.snapshots import memory as snapshots
 from ep.launch import _attempts as attempts
 from ep.launch import _hosts as hosts
 from ep.launch import _limits as limits
@@ -201,9 +200,6 @@ def launch(
     assert coordinator
     team = hosts.Hosts(stack, host_id, coordinator, common, join_timeout_s)
     signals = stack.enter_context(_caught_signals())
-    memory = None
-    if max_restarts and hasattr(os, "memfd_create"):  # on Linux
-      memory = stack.enter_context(contextlib.closing(snapshots.Memory()))
     job = attempts.Job(
       argv=argv,
       env=env,
@@ -213,7 +209,6 @@ def launch(
       logs=logs,
       states=states,
       team=team,
-      memory=memory,
       signals=signals,
       timeout_at=time.monotonic() + (timeout_s or math.inf),
       grace_s=grace_s,

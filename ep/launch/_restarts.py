@@ -45,15 +45,14 @@ class Restarts:
       return f"max_restarts_per_hour = {self.limit_per_hour}"
     return ""
 
-  def joined(self, share: hosts.Share, step: int | None) -> None:
-    """Notes that all ranks have joined; reports a restart from a step."""
+  def joined(self, share: hosts.Share) -> None:
+    """Notes that all ranks have joined; reports a restart."""
     self._joined_at = time.monotonic()
     if share.restart:
-      begin = "" if step is None else f", with a snapshot of step {step}"
       supervision.say(
         f"ep.launch: restart {share.restart} of {self.limit}, because"
         f" {self._failure}: {share.total} ranks joined"
-        f" {self._joined_at - self._failed_at:.1f} s later{begin}\n"
+        f" {self._joined_at - self._failed_at:.1f} s later\n"
       )
 
   def begin(self, outcome: supervision.Outcome, signals: Sequence[int]) -> None:
@@ -78,9 +77,8 @@ def run(job: attempts.Job, num_processes: int, restarts: Restarts) -> int:
   places = [*range(num_processes)]
   share = job.team.divide(0, hosts.Losses(num_processes), job.signals)
   while True:
-    step = job.memory.step() if job.memory else None
     outcome = job.attempt(
-      share, places, functools.partial(restarts.joined, share, step)
+      share, places, functools.partial(restarts.joined, share)
     )
     if not outcome.failure or not restarts.limit:
       return outcome.code

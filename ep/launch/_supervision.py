@@ -56,7 +56,6 @@ class Process:
     log: pathlib.Path,
     env: Mapping[str, str],
     state: pathlib.Path,
-    fds: Sequence[int] = (),
   ):
     self.name = name.replace("_", " ")
     self.log = log
@@ -71,7 +70,6 @@ class Process:
         stdout=stdout,
         stderr=subprocess.STDOUT,
         env={**env, processes.VARIABLE: str(state)},
-        pass_fds=fds,
         start_new_session=True,  # it gets signals only from this launcher
       )
 

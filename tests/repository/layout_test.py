@@ -23,7 +23,7 @@ CORE = [
 TOOLS = [
   {"check"},
   {"debug", "planning"},
-  {"collectives", "huggingface", "records", "snapshots", "trace", "watch"},
+  {"collectives", "huggingface", "records", "trace", "watch"},
   {"stuck"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
