@@ -30,7 +30,6 @@ The same layer in steps:
 
 Running, measuring and debugging:
     launch             starts the ranks of a program, and connects them
-    Snapshots          keep a training state in memory that outlives the ranks
     checked            traces programs with checks of their arguments
     describe, debug    show the routing of a step: as a table, as a picture
     record, replay     write the routing of each step to files, and reuse it
@@ -97,7 +96,6 @@ from ep._tools.records.describe import RoutingSummary as RoutingSummary
 from ep._tools.records.record import record as record
 from ep._tools.records.replay import Replay as Replay
 from ep._tools.records.replay import replay as replay
-from ep._tools.snapshots.snapshots import Snapshots as Snapshots
 from ep._tools.watch.watch import watch as watch
 
 __version__ = "0.1.0"  # also in MODULE.bazel; pyproject.toml reads it

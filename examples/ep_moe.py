@@ -14,10 +14,9 @@ and the deviations from a dense model.
 from collections.abc import Callable
 import hashlib
 import statistics
-import sys
 import time
 
-from absl import app, flags, logging
+from absl import app, flags
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -26,9 +25,7 @@ import numpy as np
 
 import dense_reference
 import ep
-from ep import launch
 import ranks
-import text
 
 _HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
 _TOKENS_PER_RANK = flags.DEFINE_integer(
@@ -66,19 +63,14 @@ ranks.require(
 )
 
 
-def main(argv) -> int:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  logging.set_verbosity(logging.WARNING)
-  if launch.inside_launcher():
-    return run_ranks()
-  read_text()  # reports an error once, not on every rank
-  return ranks.launch_ranks(__file__)
+def main(argv) -> int | str:
+  return ranks.main(
+    argv, __file__, read_text, run_ranks, threads=ranks.num_ranks()
+  )
 
 
 def run_ranks() -> int:
   """Runs the ranks of this process; returns the exit code. Rank 0 reports."""
-  ranks.initialize(threads=ranks.num_ranks())
   # By default, GPUs multiply float32 as TF32, which would hide deviations.
   jax.config.update("jax_default_matmul_precision", "highest")
   tokens = read_text()
@@ -128,12 +120,12 @@ def init_params(
   """Returns whole parameters, the same on every process."""
   inner = 2 * hidden
   shapes = {
-    "embed": (text.VOCABULARY, hidden),
+    "embed": (ranks.VOCABULARY, hidden),
     "router": (hidden, num_experts),
     "w_gate": (num_experts, hidden, inner),
     "w_up": (num_experts, hidden, inner),
     "w_down": (num_experts, inner, hidden),
-    "unembed": (hidden, text.VOCABULARY),
+    "unembed": (hidden, ranks.VOCABULARY),
   }
   rng = np.random.default_rng(0)
   params = {}
@@ -209,10 +201,7 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
 def read_text() -> np.ndarray:
   """Returns the tokens of all ranks, plus the next byte as last target."""
   count = ranks.num_ranks() * _TOKENS_PER_RANK.value + 1
-  try:
-    return text.read(ranks.text_path(), count, count)
-  except (OSError, ValueError) as error:
-    sys.exit(f"ep_moe: --text: {error}")
+  return ranks.read_text(count, count)
 
 
 def shard(array: np.ndarray, mesh, spec: PartitionSpec) -> jax.Array:

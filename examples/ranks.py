@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the flags of a (dp, ep) mesh, and starts its ranks."""
+"""Holds what both programs need: the flags of a mesh, its ranks, and a text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 import os
 import pathlib
 import sys
-from typing import Any
+import sysconfig
 
-from absl import flags
+from absl import app, flags, logging
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
+import numpy as np
 
 from ep import launch
-import text
 
 AXES = "dp", "ep"  # the mesh axes
+VOCABULARY = 256  # a token is a byte
 
 DP = flags.DEFINE_integer("dp", 2, "data-parallel size of the mesh", 1)
 EP = flags.DEFINE_integer("ep", 2, "expert-parallel size of the mesh", 1)
@@ -58,49 +58,53 @@ def num_ranks() -> int:
   return DP.value * EP.value
 
 
-def make_mesh(dp: int | None = None, ep: int | None = None) -> Mesh:
-  """Returns a (dp, ep) mesh; by default, flags give the sizes.
-
-  If the launcher has started the program again without lost ranks, all devices
-  are on the axis "ep".
-  """
-  sizes = dp or DP.value, ep or EP.value
-  if not dp and num_ranks() != jax.device_count() and restarts():
-    sizes = 1, jax.device_count()
+def make_mesh() -> Mesh:
+  sizes = DP.value, EP.value
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2)
 
 
-def restarts() -> int:
-  """Returns how often the launcher has started the program again."""
-  return int(os.environ.get("EP_LAUNCH_RESTART", "0"))
-
-
-def launch_ranks(program: str, **options: Any) -> int:
-  """Runs the ranks of a program file with the flags of this process.
-
-  Args:
-    options: further options of `ep.launch.launch`.
-
-  Returns:
-    The exit code.
-  """
-  return launch.launch(
-    [program, *sys.argv[1:]],
-    num_processes=NUM_PROCESSES.value,
-    devices_per_process=num_ranks() // NUM_PROCESSES.value,
-    ranks_per_gpu=_RANKS_PER_GPU.value,
-    **options,
-  )
-
-
-def initialize(threads: int) -> None:
-  """Joins this process to the other ranks.
+def main(
+  argv: Sequence[str],
+  program: str,
+  check: Callable[[], object],
+  run: Callable[[], int | None],
+  threads: int,
+) -> int | str:
+  """Runs a program in the ranks of a launcher, or launches its ranks.
 
   Args:
+    argv: the arguments after the flags, and the program's name.
+    program: the file to launch, with the flags of this process.
+    check: raises OSError or ValueError if the program cannot run. Without a
+      launcher, one process calls it, and reports an error once.
+    run: returns the exit code; None means 0.
     threads: threads of XLA on CPU. XLA may split the sum of a matmul into as
       many sums, so the value must not depend on the number of processes or on
       the machine.
+
+  Returns:
+    The exit code, or the message of an OSError or ValueError.
   """
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  logging.set_verbosity(logging.ERROR)
+  try:
+    if launch.inside_launcher():
+      _join(threads)
+      return run() or 0
+    check()
+    return launch.launch(
+      [program, *sys.argv[1:]],
+      num_processes=NUM_PROCESSES.value,
+      devices_per_process=num_ranks() // NUM_PROCESSES.value,
+      ranks_per_gpu=_RANKS_PER_GPU.value,
+    )
+  except (OSError, ValueError) as error:
+    return f"{pathlib.Path(program).stem}: {error}"
+
+
+def _join(threads: int) -> None:
+  """Joins this process to the other ranks."""
   os.environ["NPROC"] = str(threads)
   # XLA's transport between processes prints on file descriptor 1. Keep these
   # lines out of Python's stdout.
@@ -110,19 +114,46 @@ def initialize(threads: int) -> None:
   launch.initialize()
 
 
-def preempted(step: int) -> bool:
-  """Returns whether a rank got SIGTERM, and all ranks stop after this step."""
-  return (
-    jax.process_count() > 1
-    and jax.config.values["jax_enable_preemption_service"]
-    and multihost_utils.reached_preemption_sync_point(step)
-  )
-
-
-def text_path() -> pathlib.Path:
-  return here(_TEXT.value or text.standard_library())
-
-
 def here(path: str | os.PathLike) -> pathlib.Path:
   """Resolves a path of the user; `bazel run` changes the working directory."""
   return pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", ""), path)
+
+
+def read_text(limit: int, least: int) -> np.ndarray:
+  """Returns the first bytes of --text; of a folder, in order of file names.
+
+  Skips files with a zero byte, which are not text, and broken links.
+
+  Args:
+    limit: the largest number of bytes.
+    least: the smallest number of bytes.
+
+  Returns:
+    int32 `[N]`, from 0 to 255.
+
+  Raises:
+    ValueError: the text has less than `least` bytes.
+  """
+  path = here(_TEXT.value or sysconfig.get_path("stdlib"))
+  text = bytearray()
+  for file in _files(path):
+    content = file.read_bytes()
+    if b"\0" not in content:
+      text += content
+    if len(text) >= limit:
+      break
+  if len(text) < least:
+    raise ValueError(
+      f"{path} has {len(text)} bytes of text, but the program needs {least};"
+      " name another file or folder with --text."
+    )
+  return np.frombuffer(text, np.uint8)[:limit].astype(np.int32)
+
+
+def _files(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  if path.is_file():
+    yield path
+  for folder, folders, names in os.walk(path):
+    folders.sort()
+    files = (pathlib.Path(folder, name) for name in sorted(names))
+    yield from filter(pathlib.Path.is_file, files)

@@ -31,7 +31,7 @@ def main() -> None:
       archive.extractall(scratch)
     (project,) = pathlib.Path(scratch).glob("*/pyproject.toml")
     shutil.copytree(project.parent, compiler.work, dirs_exist_ok=True)
-    assert (compiler.work / "examples/lm/step.py").exists()
+    assert (compiler.work / "examples/recipes/flax_moe.py").exists()
     required = tomllib.loads(project.read_text())["build-system"]
     wheels = pathlib.Path(scratch, "wheels")
     wheels.mkdir()

@@ -39,8 +39,8 @@ _EXAMPLE = (
   "--dp=1 --num_processes=2 --hidden=32 --tokens_per_rank=64 --nocheck"
 ).split()
 _TRAINING = (
-  "--steps=2 --warmup=1 --num_processes=1 --dp=1 --ep=2 --layers=1 --hidden=32"
-  " --inner=16 --batch=8 --length=16"
+  "--steps=2 --num_processes=1 --dp=1 --ep=2 --layers=2 --hidden=32 --inner=16"
+  " --batch=8 --length=16"
 ).split()
 
 

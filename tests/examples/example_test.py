@@ -4,12 +4,13 @@
 import os
 import re
 
+from absl.testing import flagsaver
 import numpy as np
 import pytest
 
 import ep_moe
 import programs
-import text
+import ranks
 
 
 @pytest.fixture(name="run")
@@ -61,8 +62,8 @@ def _table(output):
     (["--num_processes=3"], "must divide dp * ep"),
     (["--num_experts=15"], "multiple of ep"),
     (["--top_k=17"], "must not exceed num_experts"),
-    (["--text=/does/not/exist"], "ep_moe: --text: "),
-    ([f"--text={os.devnull}"], "holds 0 bytes of text, but 2049 are wanted"),
+    (["--text=/does/not/exist"], "ep_moe: /does/not/exist has 0 bytes"),
+    ([f"--text={os.devnull}"], "0 bytes of text, but the program needs 2049"),
     (["stray"], "unexpected arguments"),
   ],
 )
@@ -96,9 +97,10 @@ def test_text_is_read_in_order_of_name_and_without_binaries(tmp_path):
   (tmp_path / "a").write_bytes(b"abcd")
   (tmp_path / "binary").write_bytes(b"\0z")
   (tmp_path / "dangling").symlink_to("nothing")
-  read = text.read(tmp_path, 6)
-  assert read.dtype == np.int32 and bytes(read.astype(np.uint8)) == b"abcdef"
-  assert text.read(tmp_path / "a", 2).tolist() == [97, 98]
-  with pytest.raises(ValueError, match="holds 7 bytes of text, but 8"):
-    text.read(tmp_path, 8, least=8)
-  assert text.read(text.standard_library(), 5000).size == 5000
+  with flagsaver.flagsaver(text=str(tmp_path)):
+    read = ranks.read_text(limit=6, least=6)
+    assert read.dtype == np.int32 and bytes(read.astype(np.uint8)) == b"abcdef"
+    with pytest.raises(ValueError, match="has 7 bytes of text, .* needs 8"):
+      ranks.read_text(limit=8, least=8)
+  with flagsaver.flagsaver(text=str(tmp_path / "a")):
+    assert ranks.read_text(limit=2, least=2).tolist() == [97, 98]

@@ -5,6 +5,7 @@ import ast
 import functools
 import pathlib
 import re
+import signal
 import textwrap
 
 import jax
@@ -72,6 +73,55 @@ def test_pytest_under_the_launcher(tmp_path, monkeypatch):
     code, output = programs.run(*command.split()[1:])
     assert code == 0, output
     assert "1 passed" in output
+
+
+def _python(path):
+  """Returns all Python blocks of a page."""
+  text = (_ROOT / path).read_text()
+  return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
+def test_a_killed_program_continues_on_fewer_ranks(tmp_path, monkeypatch):
+  """Kills a rank of the page's program; three ranks do not divide 8 experts."""
+  program = _python("docs/howto/failures.md")
+  unbroken = tmp_path / "unbroken"
+  unbroken.mkdir()
+  monkeypatch.chdir(unbroken)
+  names = {"__name__": "page"}
+  exec(program, names)
+
+  def run(code, processes, devices):
+    return launch.launch(
+      ["-c", code],
+      num_processes=processes,
+      devices_per_process=devices,
+      timeout_s=200,
+      log_dir=tmp_path / "logs",
+    )
+
+  monkeypatch.chdir(tmp_path)
+  loop = "  train, loss = train_step("
+  kill = f"""  if step == 17 and jax.process_index() == 1:
+    import os, signal
+    os.kill(os.getpid(), signal.SIGKILL)
+{loop}"""
+  assert program.count(loop) == 1
+  assert run(program.replace(loop, kill), 2, 2) == 128 + signal.SIGKILL
+  note = "pathlib.Path('losses').write_text(repr(losses))\n"
+  assert run(program + note, 1, 3) == 0
+  losses = ast.literal_eval((tmp_path / "losses").read_text())
+  # The save of step 15 waited until the save of step 10 was complete.
+  assert min(losses) in (11, 16) and max(losses) == 30
+  for step, loss in losses.items():
+    assert abs(loss - names["losses"][step]) < 1e-5
+
+
+def test_programs_restore_checkpoints_alike():
+  """A page and the trainer have the function of the page on failures."""
+  program = _python("docs/howto/failures.md")
+  function = re.search(r"(?ms)^def restore\(.*?(?=\n\n\n)", program)[0]
+  for path in ("docs/howto/train.md", "examples/train_moe_lm.py"):
+    assert (_ROOT / path).read_text().count(function) == 1
 
 
 def test_the_backward_ops():

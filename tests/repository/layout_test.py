@@ -23,7 +23,7 @@ CORE = [
 TOOLS = [
   {"check"},
   {"debug", "place"},
-  {"collectives", "records", "snapshots", "watch"},
+  {"collectives", "records", "watch"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import contextlib
 import math
 import pathlib
-from typing import Any, assert_type
+from typing import assert_type
 
 import jax
 import jax.numpy as jnp
@@ -203,13 +203,6 @@ def watch(state: ep.moe.State) -> None:
     assert_type(watched, ep.watch)
     with ep.watch.step("train") as launched:
       assert_type(launched(state), ep.moe.State)
-
-
-def keep(state: ep.moe.State) -> None:
-  snapshots = ep.Snapshots()
-  snapshots.take(3, state)
-  snapshots.wait()
-  assert_type(snapshots.restore(state), tuple[int, Any] | None)
 
 
 def conformance() -> None:
