@@ -12,31 +12,29 @@ moves the rows: "host" on CPUs, "nccl" on NVIDIA GPUs, and "xla" on any device.
     params = layer.init(jax.random.key(0))  # expert weights, split over "ep"
     y, metrics = jax.jit(layer)(params, x)  # x: [batch, sequence, 32]
 
-A MoE layer:
-    MoEConfig, MoE     router, exchange, experts, losses and metrics
-    moe_layer          the experts and the exchange, without a router
-    moe                parameters, state and metrics of a layer; checkpoints
+Train a model:
+    MoEConfig, MoE     a layer: router, exchange, experts, losses and metrics
+    moe                parameters, state and metrics of a layer
     presets            the MoE layers of published models
+    place              places experts on ranks so that the loads balance
+    launch             starts the ranks of a program, and connects them
 
-The same layer in steps:
+Replace an exchange:
     ep_bootstrap       connects the ranks of a mesh; returns an EpGroup
     EpLayerConfig      the sizes and policies of one layer of a group
+    moe_layer          the experts and the exchange, without a router
     route_topk         chooses experts and weights from router logits
     ep_prepare         exchanges the routing of a step; returns an EpHandle
     ep_dispatch        sends tokens to the ranks of their experts
     grouped_matmul     multiplies the rows of each expert by its matrix
     ep_combine         sends the outputs back and sums them per token
     quant, lax         fp8 rows with scales; `ragged_all_to_all` on CPUs
-
-Running, measuring and debugging:
-    launch             starts the ranks of a program, and connects them
-    checked            traces programs with checks of their arguments
-    describe, debug    show the routing of a step: as a table, as a picture
-    record, replay     write the routing of each step to files, and reuse it
-    suggest_capacity   computes a receive capacity from recorded routings
-    watch              says which processes of a hanging job lag, and why
-    place              places experts on ranks so that the loads balance
     testing            tests of a transport or a layer against the contract
+
+When something is wrong:
+    checked            traces programs with checks of their arguments
+    describe           prints the routing of a step as a table
+    watch              says which processes of a hanging job lag, and why
 
 `python -m ep check` prints the usable backends.
 """
