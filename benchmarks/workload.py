@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from ep import presets
-from ep._tools.records import expert_loads
 from ep.testing._routings import ROUTINGS
 
 AXIS = "ep"
@@ -140,8 +139,11 @@ class Workload:
     if capacity_factor is not None:
       balanced = capacity_factor * shape.tokens * shape.top_k
       capacity = min(capacity, max(local, int(balanced)))
-    to_experts = expert_loads.choices(
-      str(shape), choices, shape.num_experts, ranks
+    to_experts = np.stack(
+      [
+        np.bincount(own, minlength=shape.num_experts)
+        for own in choices.reshape(ranks, -1)
+      ]
     )
     to_ranks = to_experts.reshape(ranks, ranks, local).sum(axis=-1)
     self.received = to_ranks.sum(axis=0)

@@ -32,9 +32,7 @@ Running, measuring and debugging:
     launch             starts the ranks of a program, and connects them
     Snapshots          keep a training state in memory that outlives the ranks
     checked            traces programs with checks of their arguments
-    describe, debug    show the routing of a step: as a table, as a picture
-    record, replay     write the routing of each step to files, and reuse it
-    suggest_capacity   computes a receive capacity from recorded routings
+    describe           shows the routing of a step as a table
     trace, explain     measure who waits for whom in a step, and why
     watch              says which processes of a hanging job lag, and why
     place              places experts on ranks so that the loads balance
@@ -53,7 +51,6 @@ _public.check_jax()  # must run before ep's modules import JAX
 
 # isort: split
 
-from ep import debug as debug
 from ep import launch as launch
 from ep import lax as lax
 from ep import moe as moe
@@ -91,14 +88,9 @@ from ep._tools.collectives.hidden import (
 from ep._tools.collectives.unordered import (
   assert_ordered_collectives as assert_ordered_collectives,
 )
+from ep._tools.describe import describe as describe
+from ep._tools.describe import RoutingSummary as RoutingSummary
 from ep._tools.place import place as place
-from ep._tools.records.capacity import CapacitySuggestion as CapacitySuggestion
-from ep._tools.records.capacity import suggest_capacity as suggest_capacity
-from ep._tools.records.describe import describe as describe
-from ep._tools.records.describe import RoutingSummary as RoutingSummary
-from ep._tools.records.record import record as record
-from ep._tools.records.replay import Replay as Replay
-from ep._tools.records.replay import replay as replay
 from ep._tools.snapshots.snapshots import Snapshots as Snapshots
 from ep._tools.trace.explain import explain as explain
 from ep._tools.trace.explain import Explanation as Explanation

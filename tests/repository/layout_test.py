@@ -22,8 +22,10 @@ CORE = [
 ]
 TOOLS = [
   {"check"},
-  {"debug", "place"},
-  {"collectives", "huggingface", "records", "snapshots", "trace", "watch"},
+  {
+    *("collectives", "describe", "huggingface", "place"),
+    *("snapshots", "trace", "watch"),
+  },
   {"stuck"},
 ]
 BACKENDS = {"host", "nccl", "xla"}

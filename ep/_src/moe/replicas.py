@@ -25,7 +25,6 @@ import jax.numpy as jnp
 
 from ep._src.base import compat
 from ep._src.base.arrays import iota
-from ep._src.base.contexts import trace_callback
 from ep._src.base.identities import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.config import MoEConfig
@@ -188,8 +187,7 @@ class Replicas:
         name=f"{self.layer.name}.replicas",
       )
       ids = jnp.broadcast_to(self.copies[:, None], (L, height, P))
-      with trace_callback(None):  # the rows are parameters, not tokens
-        return ep_prepare(layer, ids)
+      return ep_prepare(layer, ids)
 
     def of(x: jax.Array) -> jax.Array:
       # Not in the loop: the transpose of `vary_together` is a collective, which
