@@ -48,7 +48,6 @@ _public.check_jax()  # must run before ep's modules import JAX
 
 # isort: split
 
-from ep import debug as debug
 from ep import launch as launch
 from ep import lax as lax
 from ep import moe as moe
@@ -86,14 +85,9 @@ from ep._tools.collectives.hidden import (
 from ep._tools.collectives.unordered import (
   assert_ordered_collectives as assert_ordered_collectives,
 )
+from ep._tools.describe import describe as describe
+from ep._tools.describe import RoutingSummary as RoutingSummary
 from ep._tools.place import place as place
-from ep._tools.records.capacity import CapacitySuggestion as CapacitySuggestion
-from ep._tools.records.capacity import suggest_capacity as suggest_capacity
-from ep._tools.records.describe import describe as describe
-from ep._tools.records.describe import RoutingSummary as RoutingSummary
-from ep._tools.records.record import record as record
-from ep._tools.records.replay import Replay as Replay
-from ep._tools.records.replay import replay as replay
 from ep._tools.watch.watch import watch as watch
 
 __version__ = "0.1.0"  # also in MODULE.bazel; pyproject.toml reads it

@@ -213,7 +213,7 @@ class _Search:
 
   def _prices(self, order: _Array) -> _Array:
     """Returns the price of each slot's expert, [V]."""
-    return self._price * (self._home[order] != self._rank)
+    return np.where(self._home[order] == self._rank, 0, self._price)
 
   def _norm(self, order: _Array, power: float) -> float:
     """Returns a smooth maximum of loads (inf: the maximum), plus prices."""

@@ -194,16 +194,3 @@ def test_padded_batches_take_ids_of_unsigned_dtypes():
   y, metrics = run(pad=True, captured_idx=ids)
   np.testing.assert_array_equal(metrics.load, np.isin(range(E), ids) * 6)
   np.testing.assert_array_equal(y, run(pad=True, forced_idx=ids)[0])
-
-
-@of_one_process
-def test_a_record_has_the_experts_that_tokens_visited(tmp_path):
-  """So its `forced_idx` replays the call without the ids and the mask."""
-  layer, params, x, _ = make_layer()
-  params, x, mask, ids = put(layer, params, x, MASK, CAPTURED)
-  run = jax.jit(lambda *args, **options: layer(*args, **options)[0])
-  with ep.record(tmp_path):
-    y = jax.block_until_ready(run(params, x, mask=mask, captured_idx=ids))
-  forced = ep.replay(tmp_path).forced_idx(layer.ep_layer, 0)
-  np.testing.assert_array_equal(forced == -1, np.tile(~MASK[:, None], K))
-  np.testing.assert_array_equal(run(params, x, forced_idx=forced), y)

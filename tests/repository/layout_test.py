@@ -22,8 +22,7 @@ CORE = [
 ]
 TOOLS = [
   {"check"},
-  {"debug", "place"},
-  {"collectives", "records", "watch"},
+  {"collectives", "describe", "place", "watch"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

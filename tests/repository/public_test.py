@@ -14,7 +14,7 @@ import pytest
 import ep
 
 _LISTING = ep, ep.lax, ep.moe, ep.quant, ep.testing
-_MODULES = *_LISTING, ep.debug, ep.launch, ep.presets
+_MODULES = *_LISTING, ep.launch, ep.presets
 _PUBLIC = [
   (module, name)
   for module in _LISTING
@@ -40,7 +40,7 @@ def test_only_public_names_are_seen():
   names = {}
   exec("from ep import *", names)
   assert names.keys() - {"__builtins__"} == set(ep.__all__)
-  for name in "ep_bootstrap", "ep_dispatch", "EpHandle", "launch", "debug":
+  for name in "ep_bootstrap", "ep_dispatch", "EpHandle", "launch":
     assert name in ep.__all__
   for name in "importlib", "typing", "jax":
     assert name not in ep.__all__

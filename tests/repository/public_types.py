@@ -8,7 +8,6 @@ file.
 from collections.abc import Callable
 import contextlib
 import math
-import pathlib
 from typing import assert_type
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ep
-from ep import debug, launch, lax, moe, presets, quant, testing
+from ep import launch, lax, moe, presets, quant, testing
 
 
 def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
@@ -78,27 +77,6 @@ def placements(metrics: moe.Metrics) -> None:
   assert_type(placement, ep.Placement)
   assert_type(placement.slots_of(jnp.ones(2, int)), jax.Array)
   ep.place(np.ones((2, 3, 8)), 4, old=placement, move_cost=1e-3)
-
-
-def records(layer: ep.EpLayerConfig, topk_idx: jax.Array) -> None:
-  with ep.record(
-    "routing", layers=["moe"], weights=True, calls_per_step={"moe": 2}
-  ):
-    ep.ep_prepare(layer, topk_idx)
-  record = ep.replay(pathlib.Path("routing"))
-  assert_type(record, ep.Replay)
-  assert_type(record.layers, tuple[str, ...])
-  assert_type(record.steps("moe"), tuple[int, ...])
-  assert_type(record.forced_idx(layer, step=0, call=1), jax.Array)
-  assert record.topk_weights("moe", 0).dtype == np.float32
-  for routing in record.routings(layer):
-    assert routing.shape == record.topk_idx(layer, 0).shape
-  suggestion = ep.suggest_capacity(layer, record, drop_probability=0.01)
-  assert_type(suggestion, ep.CapacitySuggestion)
-  assert_type(suggestion.capacity, int)
-  assert_type(suggestion.balanced, int)
-  assert_type(suggestion.plot("capacity.png"), None)
-  ep.suggest_capacity(layer, [topk_idx])
 
 
 def losses(logits: jax.Array, topk_idx: jax.Array) -> jax.Array:
@@ -175,10 +153,6 @@ def inspection(handle: ep.EpHandle, compiled: jax.stages.Compiled) -> None:
   ep.assert_no_hidden_collectives(compiled, allow=["all-reduce"])
   ep.assert_ordered_collectives(compiled)
   assert_type(ep.keep_routing(jnp.zeros((8, 2), jnp.int32)), jax.Array)
-  sizes = debug.RoutingSizes(num_experts=8, ep_size=2)
-  idx = np.zeros((2, 4), np.int32)
-  text = debug.plot_routing(sizes, idx, pathlib.Path("routing.png"))
-  assert_type(text, str)
   with contextlib.suppress(*ep.EpError):
     handle.group_sizes.block_until_ready()
 

@@ -312,30 +312,6 @@ def run_once_in_remat(primitive: Primitive) -> None:
   partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
-def lower_to_python(
-  ctx: LoweringContext, fn: Callable[..., Any], *operands: Any
-) -> Sequence[Any]:
-  """Lowers to a call of `fn`, which takes and returns NumPy arrays.
-
-  The arguments are valid until `fn` returns. An operation that uses a result
-  waits for the call. The program fails if `fn` raises. `jax.debug.callback`
-  would put arrays on a device, which takes most of its time and might wait for
-  the thread of the callback. Its effect would make JAX launch the program from
-  Python.
-  """
-  results, *_ = mlir.emit_python_callback(
-    ctx,
-    fn,
-    None,
-    operands,
-    ctx.avals_in,  # type: ignore[arg-type]
-    ctx.avals_out,
-    has_side_effect=True,
-    returns_token=False,
-  )
-  return results
-
-
 def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a lowering that runs `lower`'s operations on the collective stream.
 

@@ -61,14 +61,6 @@ def tail(asked: str) -> str:
   return "nan" if is_checked() else asked
 
 
-# The trace callback: None, or a hashable function f. Whenever JAX traces an
-# `ep_prepare`, the op calls `f(layer, topk_idx, topk_weights, leaves)` with one
-# rank's routing. `topk_weights` may be None; `leaves` are the arrays of the
-# `EpHandle`. f returns `leaves`. A program that uses a returned leaf also runs
-# the effects of f.
-trace_callback = jax.make_user_context(default_value=None)
-
-
 def failure_outside(fn: Callable[[], object]) -> str | None:
   """Calls `fn` in another thread, which has none of JAX's contexts.
 

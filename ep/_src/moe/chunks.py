@@ -30,7 +30,6 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import arguments, compat, identities
-from ep._src.base.contexts import trace_callback
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.experts import Experts, round_trip, SharedExpert
 from ep._src.ops.handle import EpHandle
@@ -226,9 +225,8 @@ def _one_exchange_or_chunks(
   def chunks(floats: Any, topk_idx: jax.Array, handle: EpHandle) -> jax.Array:
     del handle
     params, tokens, weights = floats
-    with trace_callback(None):  # the callback already has the routing
-      args = params, tokens, topk_idx, weights
-      return _in_chunks(layer, experts, num_chunks, *args)[0]
+    args = params, tokens, topk_idx, weights
+    return _in_chunks(layer, experts, num_chunks, *args)[0]
 
   # The transpose of `vary_together` is a collective over mesh axes, so
   # `vary_together` is called outside of the branches.

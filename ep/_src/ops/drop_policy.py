@@ -27,27 +27,6 @@ from ep._src.base.arrays import iota
 from ep._src.base.config import LayerConfig
 
 
-def dropped(
-  layer: LayerConfig, tokens: np.ndarray, capacity: int
-) -> np.ndarray:
-  """Returns int [N], the number of dropped choices on each of N ranks.
-
-  It treats None as "fair".
-
-  Args:
-    layer: gives the alignment and the policy, but not the capacity.
-    tokens: NumPy [N, L], tokens of each local expert.
-    capacity: C, rows of a rank.
-  """
-  wants, blocks = _blocks(layer, tokens), capacity // layer.alignment
-  if layer.drop_by == "slot":
-    quota = (blocks - _sum_before(wants)).clip(0, wants)
-  else:
-    quota = _quota(blocks, wants)
-  lost: np.ndarray = (tokens - quota * layer.alignment).clip(0).sum(axis=1)
-  return lost
-
-
 def assign(
   layer: LayerConfig, topk_idx: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -145,26 +124,22 @@ def _quota(blocks: int, wants: Any) -> Any:
   The definition gives blocks to the experts of a rank round-robin, up to
   `wants`. So an expert gets the smaller of its `wants` and a level common to
   the rank. The remaining blocks, fewer than one per expert, go to the first
-  experts that want more. Also takes NumPy arrays.
+  experts that want more.
   """
-  xp = wants.__array_namespace__()
 
   def raise_level(i: Any, level: Any) -> Any:
     """Sets the i-th highest bit of `level` if there are enough blocks."""
     higher = level + (1 << (bits - 1 - i))
-    fits = _sum(xp.minimum(wants, higher)) <= blocks
-    return xp.where(fits, higher, level)
+    fits = _sum(jnp.minimum(wants, higher)) <= blocks
+    return jnp.where(fits, higher, level)
 
-  level, bits = xp.zeros((len(wants), 1), np.int32), blocks.bit_length()
-  if isinstance(level, np.ndarray):
-    level = functools.reduce(lambda x, i: raise_level(i, x), range(bits), level)
-  else:
-    level = lax.fori_loop(0, bits, raise_level, level)
-  quota = xp.minimum(wants, level)
+  level, bits = jnp.zeros((len(wants), 1), jnp.int32), blocks.bit_length()
+  level = lax.fori_loop(0, bits, raise_level, level)
+  quota = jnp.minimum(wants, level)
   wants_more = wants > quota
   rest = blocks - _sum(quota)
-  before = _sum_before(wants_more.astype(np.int32))
-  return quota + (wants_more & (before < rest)).astype(np.int32)
+  before = _sum_before(wants_more.astype(jnp.int32))
+  return quota + (wants_more & (before < rest)).astype(jnp.int32)
 
 
 def _blocks(layer: LayerConfig, rows: Any) -> Any:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
 from ep._src.base.backend import OpParams
-from ep._src.base.contexts import trace_callback
 from ep._src.base.identities import keep_routing
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.ops import drop_policy, primitives, views
@@ -51,8 +50,8 @@ def ep_prepare(
       axis is global, sharded over the data axes and the EP axis.
     topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`. Needed
       if `layer.drop_by` is "fair". If `layer.drop_by` is None, the layer drops
-      choices by "fair" with weights, and by "slot" without.
-      `ep.record` also reads the weights. The handle has no derivative.
+      choices by "fair" with weights, and by "slot" without. The handle has no
+      derivative.
 
   Returns:
     The handle; see `EpHandle` for its shapes.
@@ -104,7 +103,7 @@ def ep_prepare(
       f" {topk_idx.shape}; pass a weight for each id.",
     )
     arrays.check_floats(op, "topk_weights", topk_weights)
-  if not (is_fair or trace_callback.value):
+  if not is_fair:
     topk_weights = None
 
   leaves = view.call(
@@ -131,10 +130,7 @@ def _prepare(
   else:
     leaves = primitives.bind(prepare_p, params, ids)
   *sizes, kept = leaves
-  results: list[jax.Array] = [*sizes, kept.reshape(topk_idx.shape)]
-  if (callback := trace_callback.value) is not None:
-    results = callback(layer, topk_idx, topk_weights, results)
-  return results
+  return [*sizes, kept.reshape(topk_idx.shape)]
 
 
 def _assigned_prepare(

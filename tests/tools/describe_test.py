@@ -136,15 +136,3 @@ def test_refuses_handles_without_numbers():
     ep.describe(case.oracle.sizes())
   with pytest.raises(ValueError, match="stacked.*take one"):
     ep.describe(case.run(lambda ops: stacked(ops.handle)))
-
-
-def test_a_plot_needs_all_routing():
-  """With several processes, the error says how to gather the routing."""
-  case = Case(layer(), "skewed")
-  ids = case.put(case.topk_idx)
-  if jax.process_count() > 1:
-    with pytest.raises(ValueError, match="process_allgather"):
-      ep.debug.plot_routing(case.layer, ids)
-  else:
-    text = ep.debug.plot_routing(case.layer, case.topk_idx)
-    assert ep.debug.plot_routing(case.layer, ids) == text
