@@ -187,7 +187,6 @@ class Group {
     return Status(Code::kInternal, "this backend takes no communicators");
   }
 
-
   virtual void Prepare(Call call, const PrepareArgs& args) = 0;
   virtual void Scatter(Call call, const ScatterArgs& args) = 0;
   virtual void Gather(Call call, const GatherArgs& args) = 0;

@@ -41,8 +41,8 @@ using std::min;
 
 #include "ep_ffi/backends/nccl/kernels.h"
 
-// Replaces warp.h, which warp_test tests. Here lane 0 of a warp calls store() for
-// all lanes, and each lane computes the result alone.
+// Replaces warp.h, which warp_test tests. Here lane 0 of a warp calls store()
+// for all lanes, and each lane computes the result alone.
 #define EP_NCCL_IS_FAKE
 
 namespace ep::nccl {
