@@ -7,7 +7,7 @@
 starts the ranks of a (dp, ep) mesh as processes on this host, or joins the
 ranks of a launcher. With --out, the program saves checkpoints in a folder and
 draws the losses. The same command continues a run that was interrupted, also
-on another mesh. docs/training.md explains the program.
+on another mesh. docs/howto/train.md explains the program.
 """
 
 import functools

@@ -4,7 +4,7 @@
 load("@rules_python//python:defs.bzl", "py_test")
 
 # Different programs of one model give the same bits with one of the two flags
-# of quick_compiler.py, but not with both flags; see docs/training.md.
+# of quick_compiler.py, but not with both flags; see docs/howto/train.md.
 QUICK_AND_ALIKE = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }

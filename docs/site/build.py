@@ -44,7 +44,7 @@ Start: use install tutorial choices
 How to: howto/train howto/whole_model howto/finetune howto/decode \
 howto/clusters howto/failures howto/other_frameworks \
 howto/router_replay howto/without_accelerators howto/test_a_transport
-The layer: moe router training sharp_bits errors
+The layer: moe router sharp_bits errors
 Reference: reference/ep reference/moe reference/presets reference/launch \
 reference/quant reference/lax reference/testing
 Design: semantics architecture performance gpu gpu_results tpu
