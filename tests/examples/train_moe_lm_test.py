@@ -37,9 +37,10 @@ def run_of_program(monkeypatch, capfd):
 
 @pytest.fixture(name="unbroken", scope="module")
 def run_without_a_kill(tmp_path_factory):
-  """Returns the curves of four ranks in one process."""
+  """Returns the curves of one rank."""
   out = tmp_path_factory.mktemp("unbroken")
-  given = *_FLAGS, "--num_processes=1", "--deterministic", f"--out={out}"
+  alone = "--num_processes=1", "--dp=1", "--ep=1"
+  given = *_FLAGS, *alone, "--deterministic", f"--out={out}"
   code, output = programs.run(train_moe_lm.__file__, *given)
   assert code == 0, output
   loss, held_out, busiest = _curves(out).T
@@ -52,7 +53,7 @@ def run_without_a_kill(tmp_path_factory):
 
 
 def _kill_a_run(out, processes, *more):
-  """Trains on 2 x 2 ranks until the checkpoint of step 20 is complete."""
+  """Trains on four ranks until the checkpoint of step 20 is complete."""
   devices = f"--devices_per_process={4 // processes}"
   with (out / "log").open("wb") as log:
     process = programs.start_launcher(
@@ -70,8 +71,8 @@ def _kill_a_run(out, processes, *more):
 
 
 def test_a_killed_run_continues_on_other_ranks(run, unbroken, tmp_path):
-  """Three ranks do not divide four experts, and one of them is idle."""
-  _kill_a_run(tmp_path, 1)
+  """Starts on 4 x 1 ranks; three ranks do not divide the four experts."""
+  _kill_a_run(tmp_path, 1, "--dp=4", "--ep=1")
   curves = run(tmp_path, "--dp=1", "--ep=3")
   np.testing.assert_allclose(curves[:40], unbroken[:40], rtol=1e-5)
 
@@ -79,6 +80,7 @@ def test_a_killed_run_continues_on_other_ranks(run, unbroken, tmp_path):
 def test_a_deterministic_run_has_the_same_bits_on_any_ranks(
   run, unbroken, tmp_path
 ):
+  """The runs have one rank, 2 x 2 ranks, and 1 x 3 ranks, one of them idle."""
   _kill_a_run(tmp_path, 2, "--deterministic")
   curves = run(tmp_path, "--deterministic", "--dp=1", "--ep=3")
   np.testing.assert_array_equal(curves, unbroken)
