@@ -24,6 +24,13 @@ exec cat
 _ADDRESS = "10.64.0.{}"
 
 
+class ThisHost:
+  """This machine, without namespaces."""
+
+  address = "127.0.0.1"
+  start = staticmethod(subprocess.Popen)
+
+
 class Host:
   """A host with the address `address` and the name host<number>."""
 
@@ -84,7 +91,7 @@ def start_ranks(hosts, folder, *argv, devices=1, env=None):
   of_all = dict(
     JAX_PLATFORMS="cpu",
     XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
-    JAX_COORDINATOR_ADDRESS=f"{hosts[0].address}:1234",
+    JAX_COORDINATOR_ADDRESS=f"{hosts[0].address}:{programs.free_port()}",
     JAX_NUM_PROCESSES=str(len(hosts)),
     PYTHONUNBUFFERED="1",
   )

@@ -35,9 +35,11 @@ from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval
 from jax.interpreters.ad import instantiate_zeros as instantiate_zeros
+import jax.numpy as jnp
 from jaxlib import _jax
 from jaxlib.mlir.dialects import func as _func
 from jaxlib.mlir.dialects import stablehlo as _hlo
+from jaxlib.version import __version_info__ as _jaxlib_version
 
 LoweringContext = mlir.LoweringRuleContext
 
@@ -131,6 +133,32 @@ def vary_together(*xs: Any, axes: Iterable[str] = ()) -> Any:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(cast, xs)
+
+
+def all_gather(
+  x: jax.Array, axis_name: str, *, axis: int, mesh: jax.sharding.Mesh
+) -> jax.Array:
+  """Returns `lax.all_gather(tiled=True)`; its transpose adds the cotangents.
+
+  Before jaxlib 0.12, the transpose of `lax.all_gather`, a reduce-scatter, is
+  sometimes wrong on CPUs of a distributed job: Gloo corrupts the end of chunks
+  of some MiB (jax #40830). There, each rank sends a copy of `x` to each rank,
+  and the transpose adds the cotangents of the copies on the rank of `x`. When
+  ep requires jaxlib 0.12, `lax.all_gather` can replace this function.
+
+  Args:
+    x: the array of a rank, which varies over `axis_name`.
+    axis_name: an axis of the enclosing `jax.shard_map`.
+    axis: the dimension in which the ranks' arrays are joined.
+    mesh: the devices of the ranks.
+  """
+  platform = mesh.devices.flat[0].platform
+  is_distributed = distributed_client() is not None
+  if platform != "cpu" or not is_distributed or _jaxlib_version >= (0, 12):
+    return jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)
+  copies = jnp.broadcast_to(x, (jax.lax.axis_size(axis_name), *x.shape))
+  parts = jax.lax.all_to_all(copies, axis_name, 0, 0)
+  return jnp.concatenate([*parts], axis)
 
 
 def is_batched(tree: Any) -> bool:

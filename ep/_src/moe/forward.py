@@ -126,13 +126,13 @@ def _local_params(
   specs = parameters.partition_specs(config, group.axis_name)
   params = dict(params)
   fsdp = config.fsdp_axis
-  gather = lax.all_gather
-  if config.deterministic or fsdp not in group.token_axes:
-    gather = ordered_sum.all_gather
+  is_equal = config.deterministic or fsdp not in group.token_axes
+  gather = functools.partial(compat.all_gather, mesh=group.mesh)
+  if is_equal and compat.checks_vma():  # then cotangents are equal
+    gather = functools.partial(ordered_sum.all_gather, tiled=True)
   for name, spec in specs.items():
     if fsdp and fsdp in spec:
-      axis = spec.index(fsdp)
-      params[name] = gather(params[name], fsdp, axis=axis, tiled=True)
+      params[name] = gather(params[name], fsdp, axis=spec.index(fsdp))
     if config.deterministic:
       copies = [a for a in group.token_axes if a == fsdp or a not in spec]
       params[name] = ordered_sum.replicated(params[name], copies)
