@@ -136,7 +136,11 @@ def vary_together(*xs: Any, axes: Iterable[str] = ()) -> Any:
 
 
 def all_gather(
-  x: jax.Array, axis_name: str, *, axis: int, mesh: jax.sharding.Mesh
+  x: jax.Array,
+  axis_name: str,
+  *,
+  axis: int,
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
 ) -> jax.Array:
   """Returns `lax.all_gather(tiled=True)`; its transpose adds the cotangents.
 
@@ -152,10 +156,17 @@ def all_gather(
     axis: the dimension in which the ranks' arrays are joined.
     mesh: the devices of the ranks.
   """
-  platform = mesh.devices.flat[0].platform
-  is_distributed = distributed_client() is not None
-  if platform != "cpu" or not is_distributed or _jaxlib_version >= (0, 12):
-    return jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)
+  is_wrong = (
+    _jaxlib_version < (0, 12)
+    and distributed_client() is not None
+    and isinstance(mesh, jax.sharding.Mesh)
+    and mesh.devices.flat[0].platform == "cpu"
+  )
+  if not is_wrong:
+    gathered: jax.Array = jax.lax.all_gather(
+      x, axis_name, axis=axis, tiled=True
+    )
+    return gathered
   copies = jnp.broadcast_to(x, (jax.lax.axis_size(axis_name), *x.shape))
   parts = jax.lax.all_to_all(copies, axis_name, 0, 0)
   return jnp.concatenate([*parts], axis)
