@@ -10,29 +10,37 @@ from absl import app
 from absl.testing import flagsaver
 import pytest
 
+# Variables that make a process a rank.
+OF_A_RANK = (
+  "JAX_COORDINATOR_ADDRESS",
+  "JAX_COORDINATOR_BIND_ADDRESS",
+  "JAX_NUM_PROCESSES",
+  "JAX_PROCESS_ID",
+  "EP_LAUNCH_STATE",
+)
+
 
 def environment(**variables):
   """Returns an environment with this process's import path.
 
-  Removes the rank's variables, because the program is no rank of this test.
+  The program is no rank of this test.
   """
-  inherited = {**os.environ}
-  inherited.pop("JAX_COORDINATOR_ADDRESS", None)
+  inherited = {k: v for k, v in os.environ.items() if k not in OF_A_RANK}
   path = os.pathsep.join(filter(None, sys.path))
   return inherited | {"PYTHONPATH": path} | variables
 
 
-def free_address():
-  """Returns 127.0.0.1 and a port that no server uses, as host:port."""
+def free_port():
+  """Returns a port that no server of this machine uses."""
   with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    return "{}:{}".format(*s.getsockname())
+    s.bind(("", 0))
+    return s.getsockname()[1]
 
 
-def start_launcher(*words, start=subprocess.Popen, env=None, **options):
+def start_launcher(*words, env=None, **options):
   """Starts `python -m ep launch` with options, a program and its arguments."""
   argv = [sys.executable, "-m", "ep", "launch", *map(str, words)]
-  return start(argv, env=environment(**(env or {})), **options)
+  return subprocess.Popen(argv, env=environment(**(env or {})), **options)
 
 
 def run(*argv):

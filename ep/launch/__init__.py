@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of a program on each host, and connects them.
+"""Starts the ranks of a program on this machine, and connects them.
 
     python -m ep launch --num_processes=4 train.py --steps=10
     python -m ep launch --num_processes=4 -m pytest tests
 
 `launch` is the same as a function. The program calls `initialize`, which joins
 its process to the other ranks, before anything else touches JAX. The two share
-only a few environment variables, so a cluster's launcher can replace `launch`:
+only a few environment variables, so another launcher can replace `launch`:
 
     JAX_COORDINATOR_ADDRESS   host:port of JAX's coordination service
     JAX_NUM_PROCESSES         number of ranks
     JAX_PROCESS_ID            index of this rank
 
-Under a launcher that JAX detects (SLURM, Open MPI, an indexed Kubernetes job,
-Cloud TPU), `initialize` needs no variables.
+On a cluster that `jax.distributed` detects (SLURM, MPI, a JobSet or an indexed
+job of Kubernetes, a slice of TPUs), `initialize` needs no variables.
 
 The launcher runs the coordination service in a separate process, which survives
 the death of any rank. JAX also starts a service in rank 0; nothing uses it.

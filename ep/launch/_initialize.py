@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 from ep._src.base import arguments, processes
 from ep._src.native import gpus
 
-# Variables with the number of processes, from launchers unknown to JAX.
-_COUNTS_OF_PROCESSES = (
-  "JAX_NUM_PROCESSES",
-  "OMPI_COMM_WORLD_SIZE",  # Open MPI 5; JAX detects only Open MPI 4
+# Variables with the number of processes that MPI has started.
+_MPI_COUNTS = (
+  "OMPI_COMM_WORLD_SIZE",  # Open MPI 5; JAX detects Open MPI 4 without mpi4py
   "PMI_SIZE",  # MPICH, Intel MPI
-  "WORLD_SIZE",  # torchrun
 )
+_COUNTS = ("JAX_NUM_PROCESSES", *_MPI_COUNTS, "WORLD_SIZE")  # of torchrun
 
 
 def inside_launcher() -> bool:
@@ -26,9 +26,11 @@ def initialize() -> None:
   """Joins this process to the other ranks that its launcher started.
 
   The launcher is `launch`, another program that sets the variables of the
-  module's docstring, or a launcher that JAX detects and asks for missing
-  values. Without a launcher, or for a single rank, this function does nothing.
-  Call it before anything else touches JAX devices. Later calls do nothing.
+  module's docstring, or a cluster that `jax.distributed` detects, and asks for
+  all values: SLURM, Open MPI 4, a JobSet or an indexed job of Kubernetes, a
+  slice of TPUs, and, with mpi4py, Open MPI 5, MPICH and Intel MPI. Without a
+  launcher, or for a single rank, this function does nothing. Call it before
+  anything else touches JAX devices. Later calls do nothing.
 
   Afterwards an uncaught exception terminates this rank immediately, as under
   `python -m mpi4py`. Python's orderly exit could wait for programs on the
@@ -37,7 +39,7 @@ def initialize() -> None:
   exit code even if the rank cannot close its groups.
 
   Raises:
-    RuntimeError: the process is one of several, but has no address of the
+    RuntimeError: the process is one of several, but JAX does not find the
       others.
     ValueError: JAX_COORDINATOR_ADDRESS is not host:port.
   """
@@ -49,40 +51,51 @@ def initialize() -> None:
   if jax.distributed.is_initialized():
     return
   gpus.check_plugin()
-  count = _int_from_env("JAX_NUM_PROCESSES")
-  if not inside_launcher():
-    cluster_count = compat.cluster_process_count()
-    if cluster_count is None:
-      _check_alone()
-    count = count or cluster_count or 1
-  if count == 1:
-    processes.tell("joined")
-    return
+  count, method = _int_from_env("JAX_NUM_PROCESSES"), None
   if inside_launcher():
     name = "JAX_COORDINATOR_ADDRESS"
     arguments.check_address("ep.launch.initialize", name, os.environ[name])
+  elif detected := compat.cluster_process_count():
+    count = count or detected
+  else:
+    count, method = _undetected()
+  if count == 1:
+    processes.tell("joined")
+    return
   processes.tell("joining")
   jax.distributed.initialize(
-    num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
+    num_processes=count,
+    process_id=_int_from_env("JAX_PROCESS_ID"),
+    cluster_detection_method=method,
   )
   compat.bind_cpu_collectives()
   liveness.announce()  # peers then also notice a death before ep_bootstrap
   ending.take_over()
 
 
-def _check_alone() -> None:
-  """Raises `RuntimeError` if JAX does not detect the launcher in use."""
-  for name in _COUNTS_OF_PROCESSES:
-    if os.environ.get(name, "1") != "1":
+def _undetected() -> tuple[int, str | None]:
+  """Returns the number of processes, and JAX's way to find them if asked.
+
+  JAX uses mpi4py only if asked, because programs without MPI may import it.
+
+  Raises:
+    RuntimeError: there are several processes, but no way to find them.
+  """
+  for name in _COUNTS:
+    count = _int_from_env(name) or 1
+    if count > 1 and name in _MPI_COUNTS and importlib.util.find_spec("mpi4py"):
+      return count, "mpi4py"
+    if count > 1:
+      mpi4py = "install mpi4py, or " * (name in _MPI_COUNTS)
       raise RuntimeError(
-        f"ep.launch.initialize: {name} = {os.environ[name]}, so this process is"
-        " one of several, but JAX does not find the others; set"
+        f"ep.launch.initialize: {name} = {count}, so this process is one of"
+        f" several, but JAX does not find the others; {mpi4py}set"
         " JAX_COORDINATOR_ADDRESS (a free port of rank 0's host, as host:port),"
-        " JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process, or call"
-        " jax.distributed.initialize first."
+        " JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process."
       )
+  return 1, None
 
 
 def _int_from_env(name: str) -> int | None:
   value = os.environ.get(name)
-  return None if value is None else int(value)
+  return int(value) if value else None

@@ -7,7 +7,6 @@ import io
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,26 +17,17 @@ import pytest
 
 from ep import launch
 from ep._src.native import gpus
-from ep.launch import _attempts as attempts
 from ep.launch import _command as command
 from ep.launch import _launch
 from ep.launch import _limits as limits
 from ep.launch import _supervision as supervision
 import programs
 
-# Bazel runs this file under the launcher, which sets these variables.
-_VARIABLES_OF_A_RANK = [
-  "JAX_COORDINATOR_ADDRESS",
-  "JAX_COORDINATOR_BIND_ADDRESS",
-  "JAX_NUM_PROCESSES",
-  "JAX_PROCESS_ID",
-  "XLA_FLAGS",
-]
-
 
 @pytest.fixture(autouse=True)
 def environment_without_a_launcher(monkeypatch):
-  for name in _VARIABLES_OF_A_RANK:
+  """Bazel runs this file under the launcher."""
+  for name in (*programs.OF_A_RANK, "XLA_FLAGS"):
     monkeypatch.delenv(name, raising=False)
 
 
@@ -97,15 +87,16 @@ def test_ranks_have_their_variables_and_logs_are_kept(
   """`devices_per_process` replaces the user's flag; other variables stay."""
   count = "--xla_force_host_platform_device_count="
   monkeypatch.setenv("XLA_FLAGS", f"--a=1 {count}4 --b=2")
-  for name in attempts.KEEP_MEMORY:
+  for name in _launch.KEEP_MEMORY:
     monkeypatch.delenv(name, raising=False)
   users = {"EXTRA": "é", "MALLOC_MMAP_MAX_": "7"}
+  users["JAX_ENABLE_PREEMPTION_SERVICE"] = "1"
   options = dict(num_processes=3, devices_per_process=5, env=users)
   assert _launch_code(_SHOW_VARIABLES, "a b", log_dir=tmp_path, **options) == 0
   logs = _logs(tmp_path, 3)
   for rank, variables in enumerate(map(_variables, logs)):
     own = {"JAX_PROCESS_ID": str(rank), "JAX_NUM_PROCESSES": "3"}
-    assert (attempts.KEEP_MEMORY | users | own).items() <= variables.items()
+    assert (_launch.KEEP_MEMORY | users | own).items() <= variables.items()
     assert variables["XLA_FLAGS"].split() == ["--a=1", "--b=2", f"{count}5"]
   assert capsys.readouterr().out == logs[0]
 
@@ -140,31 +131,6 @@ def test_ranks_on_gpus(tmp_path, monkeypatch):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
   with pytest.raises(ValueError, match="2 GPUs.*1 are.*--ranks_per_gpu=2"):
     _launch_code("")
-
-
-@pytest.mark.parametrize(
-  "provide",
-  [
-    None,
-    "jax_plugins/xla_cuda13/__init__.py",
-    "cuda-1.dist-info/entry_points.txt",
-  ],
-)
-def test_a_missing_plugin_is_named(tmp_path, monkeypatch, provide):
-  """JAX finds a plugin by its module or by its entry point."""
-  if provide:
-    (tmp_path / provide).parent.mkdir(parents=True)
-    (tmp_path / provide).write_text("[jax_plugins]\ncuda = cuda\n")
-  # On this sys.path, Python finds none of the installed plugins.
-  monkeypatch.setattr(sys, "path", [str(tmp_path)])
-  monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
-  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  launch.initialize()
-  monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
-  if provide:
-    return launch.initialize()
-  with pytest.raises(RuntimeError, match=r"CUDA plugin .*jax_gpu.*cuda13"):
-    launch.initialize()
 
 
 def test_gpus_are_counted(monkeypatch, tmp_path):
@@ -402,13 +368,19 @@ def _when_logged(log_dir, act):
 
 
 def test_sigterm_stops_ranks_immediately(tmp_path):
-  """The launcher turns off JAX's SIGTERM handler, which stops no process."""
+  """The launcher turns off JAX's SIGTERM handler, which stops no process.
+
+  Rank 1 uses some of `grace_s`.
+  """
   program = """
     import os, time, jax, signal
     from ep import launch
     launch.initialize()
     if jax.process_index() == 1:
-      stop = lambda *_: print("stopped") or os._exit(0)
+      def stop(*_):
+        time.sleep(0.5)
+        print("stopped")
+        os._exit(0)
       signal.signal(signal.SIGTERM, stop)
     print(jax.device_count())
     time.sleep(600)
@@ -522,22 +494,6 @@ def test_output_that_the_terminal_cannot_encode(monkeypatch):
     (dict(ranks_per_gpu=0), ValueError, ["ranks_per_gpu = 0", "positive"]),
     (dict(timeout_s=0), ValueError, ["timeout_s = 0", "positive"]),
     (dict(grace_s=float("nan")), ValueError, ["grace_s = nan", "positive"]),
-    (dict(max_restarts=-1), ValueError, ["max_restarts = -1", "at least 0"]),
-    (dict(max_restarts_per_hour=0), ValueError, ["at least 1"]),
-    (
-      dict(min_processes=3),
-      ValueError,
-      ["min_processes = 3", "at least 1 and at most 2, the number of ranks"],
-    ),
-    (dict(num_hosts=2, host_id=2), ValueError, ["host_id = 2", "0..1"]),
-    (dict(num_hosts=2), ValueError, ["num_hosts = 2", "no coordinator"]),
-    (
-      dict(num_hosts=2, coordinator="nowhere"),
-      ValueError,
-      ["coordinator = 'nowhere'", "10.0.0.1:1234"],
-    ),
-    (dict(coordinator="localhost:65536"), ValueError, ["from 1 to 65535"]),
-    (dict(coordinator="localhost:0"), ValueError, ["from 1 to 65535"]),
     (
       dict(num_processes=1_000_000),
       ValueError,
@@ -657,7 +613,7 @@ def test_without_a_coordinator_no_rank_waits_for_it(
   tmp_path, monkeypatch, capsys
 ):
   broken = _script(tmp_path, "raise SystemExit('no jaxlib here')")
-  monkeypatch.setattr(attempts, "_COORDINATOR", str(broken))
+  monkeypatch.setattr(_launch, "_COORDINATOR", str(broken))
   assert _launch_code(_STUCK, log_dir=tmp_path) == 1
   out = capsys.readouterr().out
   assert "coordinator failed with exit code 1" in out
@@ -705,76 +661,3 @@ def test_an_old_jax_is_refused_with_the_cure(tmp_path, jax, found):
     assert process.returncode == 1
     assert f"ImportError: {sentence}" in errors[-1]
     assert lines in (None, len(errors)), errors
-
-
-def _slurm(rank, job):
-  """Returns the variables that srun sets for each of two tasks on one host."""
-  return {
-    "SLURM_JOB_ID": str(job),
-    "SLURM_STEP_NODELIST": "localhost",
-    "SLURM_STEP_NUM_NODES": "1",
-    "SLURM_NTASKS": "2",
-    "SLURM_PROCID": str(rank),
-    "SLURM_LOCALID": str(rank),
-  }
-
-
-def _job_of_a_free_port():
-  """Returns a job number from which JAX derives a free port."""
-  first = 2**16 - 2**12
-  for job in range(os.getpid() % 2**12, 2**13):
-    with socket.socket() as probe, contextlib.suppress(OSError):
-      probe.bind(("", first + job % 2**12))
-      return job
-  raise AssertionError("no port is free")
-
-
-def test_initialize_joins_the_tasks_of_slurm():
-  text = """
-import ep, jax
-ep.launch.initialize()
-print(jax.process_index(), jax.process_count(), jax.device_count())
-"""
-  job = _job_of_a_free_port()
-  tasks = [
-    _python(["-c", text], _slurm(rank, job), stdout=subprocess.PIPE)
-    for rank in range(2)
-  ]
-  outputs = [task.communicate(timeout=60)[0].decode() for task in tasks]
-  assert outputs == ["0 2 2\n", "1 2 2\n"]
-
-
-@pytest.mark.parametrize(
-  "name",
-  ["JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"],
-)
-def test_initialize_does_not_make_one_process_of_many(monkeypatch, name):
-  monkeypatch.setenv(name, "4")
-  with pytest.raises(
-    RuntimeError, match=f"{name} = 4.*JAX_COORDINATOR_ADDRESS"
-  ):
-    launch.initialize()
-
-
-def test_initialize_refuses_an_address_without_a_port(monkeypatch):
-  """JAX would connect to another port, and wait for 300 s."""
-  monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-  monkeypatch.setenv("JAX_PROCESS_ID", "1")
-  for address in "localhost:65536", "localhost":
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
-    with pytest.raises(ValueError, match=f"'{address}', but .* to 65535"):
-      launch.initialize()
-
-
-def test_initialize_does_nothing_alone(monkeypatch):
-  hook = sys.excepthook
-  launch.initialize()
-  monkeypatch.setenv("WORLD_SIZE", "1")
-  launch.initialize()
-  for name, value in (_slurm(0, 1) | {"SLURM_NTASKS": "1"}).items():
-    monkeypatch.setenv(name, value)
-  launch.initialize()
-  monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
-  monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
-  launch.initialize()
-  assert sys.excepthook is hook

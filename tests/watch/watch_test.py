@@ -8,12 +8,12 @@ import contextlib
 import os
 import pathlib
 import re
-import subprocess
+import signal
 import time
 
-import hosts
 import pytest
 
+import hosts
 import programs
 
 _PROGRAM = pathlib.Path(__file__).with_name("stalls.py")
@@ -27,27 +27,21 @@ class Job:
   def __init__(self, folder, machines):
     self.machines, self.folder = machines, folder
     self._seen = [0, 0]
-    address = machines[0].address if machines else "127.0.0.1"
-    self.logs = []
-    self.launchers = []
-    count = max(len(machines), 1)
-    backend = "xla" if machines else "host"
-    for host in range(count):
-      logs = folder / f"logs_{host}"
-      self.logs += [
-        logs / f"rank_{rank}.log" for rank in ([host] if machines else [0, 1])
-      ]
-      flags = [f"--num_processes={2 // count}", "--devices_per_process=2"]
-      flags += [f"--timeout={3 * _LIMIT_S}", f"--log_dir={logs}"]
-      if machines:
-        flags += [f"--num_hosts={count}", f"--host_id={host}"]
-        flags += [f"--coordinator={address}:1234"]
-      options = dict(env={"EP_TEST_BACKEND": backend})
-      options["start"] = machines[host].start if machines else subprocess.Popen
-      with (folder / f"output_{host}").open("wb") as file:
+    self.logs = [folder / f"rank_{rank}.log" for rank in range(2)]
+    argv = [_PROGRAM, folder, *_CAUSES]
+    if machines:
+      env = {"EP_TEST_BACKEND": "xla"}
+      self.programs = hosts.start_ranks(
+        machines, folder, *argv, devices=2, env=env
+      )
+    else:
+      flags = ["--num_processes=2", "--devices_per_process=2"]
+      flags += [f"--timeout={3 * _LIMIT_S}", f"--log_dir={folder}"]
+      with (folder / "output").open("wb") as file:
+        options = dict(env={"EP_TEST_BACKEND": "host"})
         options |= dict(stdout=file, stderr=file)
-        argv = [*flags, _PROGRAM, folder, *_CAUSES]
-        self.launchers.append(programs.start_launcher(*argv, **options))
+        launcher = programs.start_launcher(*flags, *argv, **options)
+      self.programs = [launcher]
 
   def read(self, process, *patterns):
     """Waits until the new part of a log matches all patterns; returns it."""
@@ -67,9 +61,9 @@ class Job:
     (self.folder / cause).touch()
 
   def close(self):
-    for launcher in self.launchers:
-      launcher.terminate()
-      launcher.wait()
+    for program in self.programs:
+      program.terminate()
+      program.wait()
 
 
 @pytest.fixture(scope="module", params=["one host", "two hosts"])
@@ -134,9 +128,10 @@ def test_a_stopped_process_is_named(job):
   what = "is silent: " if job.machines else r"is stopped, by SIGSTOP .*-CONT"
   patterns = process(job, 1) + what + ".* Its last record: "
   job.read(0, patterns, waits(job))
-  pid = (job.folder / "pid").read_text()
-  start = job.machines[1].start if job.machines else subprocess.Popen
-  assert start(["kill", "-CONT", pid]).wait() == 0
+  if job.machines:  # nsenter stops with its child, and continues it
+    job.programs[1].send_signal(signal.SIGCONT)
+  else:
+    os.kill(int((job.folder / "pid").read_text()), signal.SIGCONT)
 
 
 def test_a_lost_host_is_named(job):
@@ -147,4 +142,4 @@ def test_a_lost_host_is_named(job):
   job.machines[0].pull_the_cable()
   job.read(0, process(job, 1) + "is silent: its host or network is gone")
   job.read(1, "The job's key-value store has not answered for")
-  assert [launcher.wait(_LIMIT_S) for launcher in job.launchers] == [70, 70]
+  assert [program.wait(_LIMIT_S) for program in job.programs] == [70, 70]

@@ -18,12 +18,6 @@ import pathlib
 import time
 
 VARIABLE = "EP_LAUNCH_STATE"
-RESTART = "EP_LAUNCH_RESTART"  # the number of restarts of the job so far
-
-
-def restart() -> int:
-  """Returns how often the job began again; 0 without `ep.launch`."""
-  return int(os.environ.get(RESTART, "0"))
 
 
 def tell(state: str) -> None:

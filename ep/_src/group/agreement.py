@@ -20,7 +20,7 @@ import urllib.parse
 import jax
 import jaxlib.version
 
-from ep._src.base import backend, compat, meshes, processes, xla_flags
+from ep._src.base import backend, compat, meshes, xla_flags
 from ep._src.base.config import GroupConfig
 from ep._src.group import liveness
 from ep._src.group.meeting import digest, Meeting
@@ -51,16 +51,13 @@ def file_name(group: GroupConfig) -> str:
   """Returns the name, without an extension, of a new group's trace file.
 
   The name is equal on all processes of the group and unique in the job, also if
-  another group, like the result of `ep_resize`, has the same name, and if
-  `ep.launch` has started the job again.
+  another group, like the result of `ep_resize`, has the same name.
   """
   ending = _ending(meshes.processes(group.mesh))
   name = group.name.removesuffix(ending) + ending
   earlier = next(_serials[f"files of {name}"])
   file = urllib.parse.quote(name, safe="")  # quotes "@"
-  file = f"{file}@{1 + earlier}" if earlier else file
-  restart = processes.restart()
-  return f"{file}.restart_{restart}" if restart else file
+  return f"{file}@{1 + earlier}" if earlier else file
 
 
 def _ending(members: Sequence[int]) -> str:
