@@ -60,9 +60,10 @@ def launch(
   of rank 0 to its stdout as the log grows. If a rank fails, the others have
   `grace_s` to report their errors; then the launcher makes them dump their
   stacks, and kills them. It prints the last lines of the first failed rank's
-  log, and a line for each other rank that failed or was still running. If
-  stdout is closed meanwhile (`| head`), the job continues, and the report goes
-  to stderr.
+  log, and a line for each other rank that failed or was still running. A line
+  before these names ranks that had ended with exit code 0, because errors of
+  XLA's collectives do not name the rank that is missing. If stdout is closed
+  meanwhile (`| head`), the job continues, and the report goes to stderr.
 
   If ranks end without a call of `initialize`, a line on stderr names them: such
   a rank sees only its own devices, as if it were the whole job. If other ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+import math
 import os
 import pathlib
 import signal
@@ -83,23 +84,50 @@ def watch(
   if signals:
     _say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
     return 128 + signals[0]
-  code = 0
-  if causes:
-    first, *rest = causes
-    _report(first, first.end, shown=first is ranks[0])
-    for process in rest:
-      _say_of(process, ": ".join(filter(None, [process.end, process.cause])))
-    for rank in stuck:
-      _say_of(rank, "was still running after another's failure")
-    code = first.code or 1  # also if the coordinator exited with 0
-    code = 128 - code if code < 0 else code
-  elif stuck:
-    for rank in stuck:
-      what = "was still running at the timeout"
-      _report(rank, what, shown=rank is ranks[0])
-    code = _TIMED_OUT
+  code = _report(ranks, causes, stuck)
   is_split = len(ranks) > 1 and 0 < _name_lone(ranks) < len(ranks)
   return code or int(is_split)
+
+
+def _report(
+  ranks: Sequence[Process],
+  failed: Sequence[Process],
+  stuck: Sequence[Process],
+) -> int:
+  """Prints how the job ended; returns the exit code of `launch`.
+
+  Args:
+    ranks: all ranks.
+    failed: the failed processes, the first one first.
+    stuck: the ranks that did not end by themselves.
+  """
+  if not (failed or stuck):
+    return 0
+  _name_left(ranks, failed[0].ended_at if failed else math.inf)
+  if not failed:
+    for rank in stuck:
+      what = "was still running at the timeout"
+      _say_of(rank, what, with_log=rank is not ranks[0])
+    return _TIMED_OUT
+  first, *rest = failed
+  _say_of(first, first.end, with_log=first is not ranks[0])
+  for process in rest:
+    _say_of(process, ": ".join(filter(None, [process.end, process.cause])))
+  for rank in stuck:
+    _say_of(rank, "was still running after another's failure")
+  code = first.code or 1  # also if the coordinator exited with 0
+  return 128 - code if code < 0 else code
+
+
+def _name_left(ranks: Sequence[Process], before: float) -> None:
+  """Names ranks that succeeded before a failure; XLA's errors do not."""
+  left = [r for r in ranks if r.code == 0 and r.ended_at < before]
+  if left:
+    names = ", ".join(rank.name for rank in left)
+    _say(
+      f"ep.launch: {names} ended with exit code 0 before the others, which may"
+      f" have waited for {'it' if len(left) == 1 else 'them'}\n"
+    )
 
 
 def _name_lone(ranks: Sequence[Process]) -> int:
@@ -121,16 +149,12 @@ def _in(seconds: float) -> float:
   return time.monotonic() + seconds
 
 
-def _report(process: Process, what: str, shown: bool) -> None:
-  """Prints how a process ended, and the last lines of its log unless shown."""
-  _say_of(process, what)
-  if not shown:
+def _say_of(process: Process, what: str, with_log: bool = False) -> None:
+  """Prints how a process ended, and the last lines of its log if asked."""
+  _say(f"ep.launch: {process.name} {what}; its log is {process.log}\n")
+  if with_log:
     lines = process.last_lines(TAIL_LINES)
     _say("".join(f"  | {line}\n" for line in lines))
-
-
-def _say_of(process: Process, what: str) -> None:
-  _say(f"ep.launch: {process.name} {what}; its log is {process.log}\n")
 
 
 def _say(text: str) -> None:

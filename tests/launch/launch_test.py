@@ -231,6 +231,37 @@ def test_a_rank_that_ends_before_it_joins_ends_the_job(capsys):
   assert "of 2 ranks, these have not joined the others: 1." in errors
 
 
+def test_a_rank_that_left_with_success_is_named(capsys):
+  """XLA's error in the other ranks, "Connection closed", names no rank."""
+  program = """
+    from ep import launch
+    launch.initialize()
+    import jax, sys
+    from jax.experimental import multihost_utils
+    multihost_utils.process_allgather(1)
+    if jax.process_index() == 1:
+      sys.exit()
+    multihost_utils.process_allgather(2)
+  """
+  assert _launch_code(program, num_processes=3, grace_s=20.0) != 0
+  output = capsys.readouterr().out
+  left = "ep.launch: rank 1 ended with exit code 0 before the others"
+  assert 0 < output.index(left) < output.index("ep.launch: rank 0 ")
+
+
+def test_ranks_that_left_before_a_timeout_are_named(capsys):
+  program = f"""
+    import os
+    open(os.environ["EP_LAUNCH_STATE"] + ".joined", "w").close()
+    if os.environ["JAX_PROCESS_ID"] == "2":
+      {_STUCK}
+  """
+  assert _launch_code(program, num_processes=3, timeout_s=2.0) == 124
+  output = capsys.readouterr().out
+  left = "ep.launch: rank 0, rank 1 ended with exit code 0 before the others"
+  assert 0 <= output.index(left) < output.index("rank 2 was still running at")
+
+
 def test_the_rank_that_began_to_exit_first_decides_the_code(capsys):
   """Rank 1 begins to exit, then rank 0 fails, and then rank 1 has exited."""
   program = """
@@ -429,7 +460,7 @@ def test_the_job_continues_when_stdout_is_closed(tmp_path, monkeypatch, capsys):
   assert all((tmp_path / f"done_{rank}").exists() for rank in range(2))
   assert _logs(tmp_path)[0].endswith("\n19999\n")
   stderr = capsys.readouterr().err
-  assert stderr.startswith("ep.launch: rank 1 failed with exit code 3")
+  assert "ep.launch: rank 1 failed with exit code 3" in stderr
   assert "  | 19999\n" in stderr
   with contextlib.suppress(BrokenPipeError):
     writer.close()
