@@ -5,6 +5,7 @@ Two processes get the variables that JAX reads on a cluster. JAX takes further
 values from Python packages, which have imitations here.
 """
 
+import contextlib
 import subprocess
 import sys
 
@@ -33,10 +34,20 @@ sys.stderr.write(f"rank {rank} of {ranks}: {everyone}\\n")  # Gloo uses stdout
 """
 
 
-def _check(ranks):
-  for index, rank in enumerate(ranks):
-    error = rank.communicate(timeout=100)[1]
-    assert f"rank {index} of 2: [0, 1]\n" in error
+def _check(start, folder):
+  """Starts both ranks by `start(rank, **options)`, and checks their output."""
+  logs = [folder / f"rank_{rank}.log" for rank in range(2)]
+  ranks = []
+  for rank, log in enumerate(logs):
+    with log.open("wb") as file:
+      ranks.append(start(rank, stdout=subprocess.DEVNULL, stderr=file))
+  for rank in ranks:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      rank.wait(100)
+    rank.kill()
+  outputs = [log.read_text() for log in logs]
+  for rank, output in enumerate(outputs):
+    assert f"rank {rank} of 2: [0, 1]\n" in output, outputs
 
 
 def _slurm(rank):
@@ -123,16 +134,12 @@ def test_initialize_joins_the_processes_of_a_cluster(tmp_path, of_rank):
     environment["PYTHONPATH"] += f":{tmp_path}"
   if of_rank in (_slice, _two_slices):
     environment |= _tpu(tmp_path)
-  ranks = [
-    subprocess.Popen(
-      [sys.executable, "-c", _PROGRAM],
-      env=environment | of_rank(rank),
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for rank in range(2)
-  ]
-  _check(ranks)
+
+  def start(rank, **options):
+    argv = [sys.executable, "-c", _PROGRAM]
+    return subprocess.Popen(argv, env=environment | of_rank(rank), **options)
+
+  _check(start, tmp_path)
 
 
 _KUBERNETES = """
@@ -180,20 +187,14 @@ def test_initialize_joins_the_pods_of_a_jobset(tmp_path):
       name = f"train-workers-0-{index}"
       lines.append(f"{pod.address} {name} {name}.train")
     names.write_text("\n".join(lines))
-    ranks = [
-      pod.start(
-        ["sh", "-ec", _POD, str(names), sys.executable, "-c", _PROGRAM],
-        env=environment
-        | {
-          "HOSTNAME": f"train-workers-0-{index}",
-          "JOB_COMPLETION_INDEX": str(index),
-        },
-        stderr=subprocess.PIPE,
-        text=True,
-      )
-      for index, pod in enumerate(pods)
-    ]
-    _check(ranks)
+
+    def start(rank, **options):
+      own = {"HOSTNAME": f"train-workers-0-{rank}"}
+      own["JOB_COMPLETION_INDEX"] = str(rank)
+      argv = ["sh", "-ec", _POD, str(names), sys.executable, "-c", _PROGRAM]
+      return pods[rank].start(argv, env=environment | own, **options)
+
+    _check(start, tmp_path)
 
 
 @pytest.mark.parametrize(
