@@ -103,6 +103,13 @@ def test_no_library(tmp_path, monkeypatch):
     assert word in message
 
 
+def test_a_library_of_another_name(tmp_path, monkeypatch):
+  library = tmp_path / "mine.so"
+  library.touch()
+  message = refusal(monkeypatch, library)
+  assert f"{library}, but the library of backend 'host' has the name" in message
+
+
 @pytest.mark.parametrize("age", ["stale", "older"])
 def test_a_library_of_another_version(tmp_path, monkeypatch, age):
   """The error names both versions and a cure; ep does not call the library."""

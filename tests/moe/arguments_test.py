@@ -194,3 +194,17 @@ def test_bad_arguments_of_a_call(change, message):
 def test_a_config_that_does_not_fit_the_group(change, message):
   with pytest.raises(ValueError, match=message):
     ep.MoE(dataclasses.replace(PLAIN, **change), group("ep4"))
+
+
+def test_parameters_that_are_no_arrays_are_named():
+  layer, params = ep.MoE(PLAIN, group("ep4")), draw_params(PLAIN, np.zeros)
+  x = np.zeros((R, H), np.float32)
+  with pytest.raises(TypeError, match=r"params\['w_up'\] = None is a NoneType"):
+    layer(params | dict(w_up=None), x)
+
+
+def test_parameters_without_empty_slots_need_with_slots():
+  config = dataclasses.replace(PLAIN, num_experts=7)
+  layer, params = ep.MoE(config, group("ep4")), draw_params(config, np.zeros)
+  with pytest.raises(ValueError, match="empty slots with ep.moe.with_slots"):
+    layer(params, np.zeros((R, H), np.float32))

@@ -4,6 +4,7 @@
 import functools
 
 import jax
+from jax import lax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from cases import Case
 import ep
-from groups import E, H, layer, of_one_process
+from groups import E, H, layer, of_one_process, spec
 from layer_steps import (
   assert_close,
   assert_same_bits,
@@ -101,6 +102,73 @@ def test_a_function_like_ours_has_the_bits_of_ours(alignment):
   args = _args(case, "w_gate", "w_up", "w_down")
   expected = run_moe_step(case.layer, *args)
   assert_same_bits(run_moe_step(case.layer, *args, experts=ours), expected)
+
+
+_UPS = "w_gate", "w_up"
+
+
+def by_ragged_dot(segments, params, rows):
+  sizes = segments.group_sizes
+  gate, up = (lax.ragged_dot(rows, params[n], sizes) for n in _UPS)
+  return lax.ragged_dot(_gated(gate, up), params["w_down"], sizes)
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_kernels_of_others_take_the_group_sizes(alignment):
+  case = Case(layer("dp2_ep2", alignment=alignment), "with_unused_choices")
+  args = _args(case, "w_gate", "w_up", "w_down")
+  got = run_moe_step(case.layer, *args, experts=by_ragged_dot)
+  assert_close(got, run_moe_step(case.layer, *args), 1e-5, 1e-4)
+
+
+def _quantized(w, dtype, most):
+  """Returns [L, F, G] in a small dtype, and the scale of each column."""
+  scales = np.abs(w).max(1, keepdims=True) / most
+  return np.asarray(jnp.asarray(w / scales).round().astype(dtype)), scales
+
+
+def _dequantizing(segments, params, rows):
+  gate, up, down = (
+    q.astype(rows.dtype) * scales
+    for q, scales in (params[n] for n in (*_UPS, "w_down"))
+  )
+  gate, up = segments.matmul(rows, [gate, up])
+  return segments.matmul(segments.map(_gated, gate, up), down)
+
+
+@of_one_process
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_quantized_weights(dtype):
+  """fp8 arrays are `params`; a function in the local view closes over int8."""
+  case = Case(layer())
+  small = {
+    n: _quantized(w, dtype, 100) for n, w in _params(*_UPS, "w_down").items()
+  }
+  whole = {n: np.float32(q) * scales for n, (q, scales) in small.items()}
+  routed = case.tokens(), case.topk_idx, case.weights()
+  expected = ep.moe_layer(case.layer, *map(case.put, routed), **whole)
+
+  def moe(params, *routed, view):
+    if view == "global":
+      options = dict(experts=_dequantizing, params=params)
+    else:
+      options = dict(experts=lambda s, _, x: _dequantizing(s, params, x))
+    return ep.moe_layer(case.layer, *routed, **options)
+
+  local = jax.jit(
+    jax.shard_map(
+      functools.partial(moe, view="local"),
+      mesh=case.layer.group.mesh,
+      in_specs=(jax.P("ep"), *[spec(case.layer)] * 3),
+      out_specs=spec(case.layer),
+    )
+  )
+  calls = [local]
+  if dtype != jnp.int8:
+    calls.append(functools.partial(moe, view="global"))
+  for call in calls:
+    got = call(small, *map(case.put, routed))
+    assert_close(got, expected, 1e-5, 1e-4)
 
 
 @pytest.mark.parametrize("view", ["global", "local"])

@@ -46,6 +46,11 @@ class Segments:
   _dtype: Any
   _by_source: jax.Array | None = None  # int32 [L, P], rows from each rank
 
+  @property
+  def group_sizes(self) -> jax.Array:
+    """int32 [L], the rows of each segment, as `lax.ragged_dot` takes them."""
+    return self._handle.group_sizes
+
   def matmul(self, rows: jax.Array, matrices: Any) -> Any:
     """Returns rows [C, F] times the matrix [F, G] of each row's expert.
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+import numpy as np
 
 from ep._src.base import arguments, arrays, compat
 from ep._src.base.meshes import Mesh
@@ -352,6 +353,7 @@ def _check_params(
 ) -> None:
   config, group = layer.config, layer.group
   shapes = parameters.shapes(config, layer.num_expert_slots)
+  of_experts = parameters.shapes(config)
   names = sorted(params) if isinstance(params, Mapping) else type(params)
   arguments.check(
     names == sorted(shapes),
@@ -372,11 +374,19 @@ def _check_params(
     )
     if is_local:
       shape = tuple(n // d for n, d in zip(shape, sizes, strict=True))
+    if not isinstance(params[name], jax.Array | np.ndarray):
+      raise arguments.wrong_type(
+        op, f"params[{name!r}]", params[name], "an array"
+      )
+    has = params[name].shape
+    cure = "For stacked layers, pass the parameters of one."
+    if has != shape and has == of_experts[name]:
+      cure = "Append empty slots with ep.moe.with_slots."
     arguments.check(
-      params[name].shape == shape,
+      has == shape,
       op,
-      f"params[{name!r}] has shape {params[name].shape}, but {shape} is"
-      f" expected, {part}. For stacked layers, pass the parameters of one.",
+      f"params[{name!r}] has shape {has}, but {shape} is expected, {part}."
+      f" {cure}",
     )
     arrays.check_floats(op, f"params[{name!r}]", params[name])
     dtype = params[name].dtype

@@ -50,6 +50,11 @@ def find_library(backend: str) -> pathlib.Path:
     path = pathlib.Path(override)
     if path.is_dir():
       path /= name
+    elif path.name != name and path.exists():
+      raise FileNotFoundError(
+        f"${_VARIABLE} is {path}, but the library of backend {backend!r} has"
+        f" the name {name}; rename the file, or set the variable to its folder."
+      )
     places: dict[str, pathlib.Path | None] = {f"${_VARIABLE}": path}
   else:
     places = {

@@ -296,9 +296,12 @@ def _check_places(
         f" {wanted}. Put the array there with jax.device_put."
       )
     if not x.is_fully_replicated:
+      has = getattr(x.sharding, "spec", x.sharding)
       arguments.warn(
-        f"{what}, but the op needs {wanted}; JAX moves it in every call. Make"
-        " the array with that sharding (jax.device_put, out_shardings of"
-        " jax.jit). A jitted program is searched for such moves by"
-        " ep.assert_no_hidden_collectives."
+        f"{op}: {name} of shape {x.shape} is sharded as {has}, but the op needs"
+        f" {spec}, so JAX moves it in every call. Make the array with that"
+        " sharding (jax.device_put, out_shardings of jax.jit). If a mesh axis"
+        " is for tensor parallelism or FSDP, name it as MoEConfig.tp_axis or"
+        " fsdp_axis. ep.assert_no_hidden_collectives finds such moves in a"
+        " compiled program."
       )
