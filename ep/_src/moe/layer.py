@@ -17,7 +17,7 @@ from ep._src.base import arguments, arrays, compat
 from ep._src.base.meshes import Mesh
 from ep._src.group.bootstrap import ep_bootstrap
 from ep._src.group.group import EpGroup, EpLayerConfig
-from ep._src.moe import batching, forward, parameters
+from ep._src.moe import batching, forward, parameters, router
 from ep._src.moe.batching import Padding
 from ep._src.moe.config import layer_of, MoEConfig, num_slots
 from ep._src.moe.losses import Metrics
@@ -308,7 +308,9 @@ def _bias(op: str, state: State | None) -> jax.Array | None:
       f"{op}: state is a {type(state).__name__}, but an ep.moe.State is"
       " expected, as from init_state(); of a bias, ep.moe.State(bias)."
     )
-  return arrays.float32(op, "state.bias", state.bias)
+  bias = arrays.float32(op, "state.bias", state.bias)
+  router.check_bias(op, "state.bias", bias)
+  return bias
 
 
 def _check_tokens(
