@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import ep
-from groups import E, group, H, K
+from groups import E, failing, group, H, K
 from layer_steps import draw_params
 
 R = 4  # ranks
@@ -60,6 +61,41 @@ def test_a_narrow_bias_is_refused():
   layer, params = ep.MoE(PLAIN, group("ep4")), draw_params(PLAIN, np.zeros)
   with pytest.raises(TypeError, match="state.bias is bfloat16, but float32"):
     layer(params, np.zeros((R, H), np.float32), state)
+
+
+@pytest.mark.parametrize("entry", [np.nan, np.inf])
+def test_a_bias_that_every_token_would_choose_is_refused(entry):
+  """With known entries in each call, with traced entries in checked mode."""
+  layer, params = ep.MoE(PLAIN, group("ep4")), draw_params(PLAIN, np.zeros)
+  bias, x = np.zeros(E, np.float32), np.zeros((R, H), np.float32)
+  bias[:2] = -np.inf, entry
+  words = rf"bias\[1\] = {entry}, so every token would choose expert 1"
+  for kind in np.asarray, jnp.asarray:
+    with pytest.raises(ValueError, match=words):
+      layer(params, x, ep.moe.State(kind(bias)))
+    with pytest.raises(ValueError, match=words):
+      ep.route_topk(np.zeros((2, E), np.float32), K, selection_bias=kind(bias))
+
+  def run(bias):
+    return layer(params, x, ep.moe.State(bias))
+
+  jax.block_until_ready(jax.jit(run)(bias))
+  with ep.checked(), failing(layer.group) as error:
+    jax.block_until_ready(jax.jit(run)(bias))
+  assert re.search(words, str(error.value))
+  bias[1] = -1
+  with ep.checked():
+    jax.block_until_ready(jax.jit(run)(bias))
+
+
+@pytest.mark.parametrize("rate", [1e-3, np.inf, np.nan])
+@pytest.mark.parametrize("entry", [0.0, np.inf, np.nan])
+def test_an_update_keeps_a_bias_finite(rate, entry):
+  before = np.array([0.5, -1, 3e38, -np.inf], np.float32)
+  load = np.array([entry, 1, 2, 3], np.float32)
+  after = jax.jit(ep.moe.State.after)(ep.moe.State(before), load, rate).bias
+  np.testing.assert_array_equal(np.isfinite(after), np.isfinite(before))
+  assert after[3] == -np.inf
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import compat, contexts, primitive
+from ep._src.base.arrays import expanded, iota
 from ep._src.base.compat import ad
 from ep._src.matmul import on_cuda, on_tpu, unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
@@ -37,6 +38,7 @@ def map_used_rows(
   fn: Callable[..., Any],
   group_sizes: jax.Array,
   *arrays: jax.Array,
+  is_padding: jax.Array | None = None,
   tail: str = "unspecified",
 ) -> Any:
   """Returns `fn(*arrays)`, where `fn` maps each row independently.
@@ -53,6 +55,10 @@ def map_used_rows(
       applied to the whole arrays instead, which takes longer.
     group_sizes: int32 [L], rows of slabs, of a sum up to C.
     *arrays: [C, ...].
+    is_padding: int32 [C], 1 for the rows that pad a slab, or None if no row
+      does. `fn` reads zeros from these rows. Results, tangents and gradients
+      are zero there, even if the value or a derivative of `fn` at 0 is not
+      finite.
     tail: the rows of results, tangents and gradients after the last slab:
       "zero" or "unspecified".
 
@@ -63,11 +69,50 @@ def map_used_rows(
   blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
   traced, types = jax.make_jaxpr(fn, return_shape=True)(*blocks)
   if any(isinstance(c, jax.core.Tracer) for c in traced.consts):
-    outs = fn(*(cut(x, num_used) for x in arrays))
-    return jax.tree.map(lambda x: cut(x, num_used), outs)
+    return _map_all_rows(fn, num_used, is_padding, arrays)
+  flat: Callable[..., Any] = _Flat(fn)
+  if is_padding is not None:
+    arrays = is_padding, *_narrow_without(is_padding, arrays)
+    flat = _OfTokens(flat)
   num_used, *arrays = compat.vary_together(num_used, *arrays)
-  outs = _map_p.bind(num_used, *arrays, fn=_Flat(fn), tail=contexts.tail(tail))
+  outs = _map_p.bind(num_used, *arrays, fn=flat, tail=contexts.tail(tail))
+  if is_padding is not None:
+    outs = _narrow_without(is_padding, outs)
   return jax.tree.unflatten(jax.tree.structure(types), outs)
+
+
+def _narrow_without(
+  is_padding: jax.Array, arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+  """Sets padding rows of arrays [C] to zero, which the kernels cannot do."""
+  return [x if x.ndim > 1 else jnp.where(is_padding > 0, 0, x) for x in arrays]
+
+
+def _map_all_rows(
+  fn: Callable[..., Any],
+  num_used: jax.Array,
+  is_padding: jax.Array | None,
+  arrays: Sequence[jax.Array],
+) -> Any:
+  """Applies `fn` to all C rows; results are zero in rows without a token.
+
+  The gradient of a value over which `fn` closes is a sum over all C rows. So
+  rows without a token read the first row, where `fn` is as finite as in other
+  rows. The first row has a token, unless no row has one.
+  """
+  is_token = iota(arrays[0].shape[0]) < num_used
+  if is_padding is not None:
+    is_token &= is_padding == 0
+
+  def with_tokens(x: jax.Array, others: jax.Array | int) -> jax.Array:
+    return jnp.where(expanded(is_token, x.ndim), x, others)
+
+  def read(x: jax.Array) -> jax.Array:
+    first = lax.stop_gradient(x[:1])
+    return with_tokens(x, jnp.where(is_token[:1].any(), first, 1))
+
+  outs = fn(*map(read, arrays))
+  return jax.tree.map(lambda x: with_tokens(x, 0), outs)
 
 
 def fan_out(group_sizes: jax.Array, x: jax.Array, count: int) -> list[Any]:
@@ -102,6 +147,26 @@ class _Flat:
 
   def __call__(self, *blocks: jax.Array) -> list[jax.Array]:
     return jax.tree.leaves(self.fn(*blocks))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfTokens:
+  """The function `fn`, with constant zeros as operands and results in padding.
+
+  The zero operands make gradients of `fn` zero in padding rows, even if a
+  derivative is infinite; the zero results keep NaNs out of matrix gradients.
+  """
+
+  fn: Callable[..., Any]
+
+  def __call__(self, is_padding: jax.Array, *blocks: jax.Array) -> Any:
+    def masked(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+      return [
+        x if x.ndim == 1 else jnp.where(repeated(is_padding, x) > 0, 0, x)
+        for x in arrays
+      ]
+
+    return masked(self.fn(*masked(blocks)))
 
 
 @dataclasses.dataclass(frozen=True)

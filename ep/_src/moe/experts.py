@@ -17,7 +17,6 @@ from ep._src.matmul.grouped_matmul import grouped_matmuls
 from ep._src.matmul.row_map import (
   fan_out,
   map_used_rows,
-  repeated,
   weighted,
 )
 from ep._src.ops.combine import ep_combine
@@ -35,11 +34,13 @@ class Segments:
   `moe_layer(experts=)` passes the segments to a function of yours. An expert
   segment is the rows of one of the rank's L experts. The methods take and
   return arrays [C, ...], with a row for each slot of the capacity C, but visit
-  only blocks of used rows. Rows after the last segment, even NaNs, affect no
-  other row.
+  only blocks of used rows. The methods return zeros in the rows that pad a
+  segment. Rows after the last segment, even NaNs, affect no other row.
 
   You may also pass these arrays to JAX operations, which compute all C rows. If
-  several calls read an array, JAX adds all C rows of its gradients.
+  several calls read an array, JAX adds all C rows of its gradients. A function
+  whose value or derivative at 0 is not finite belongs into `map`: after a JAX
+  operation, NaNs of padding rows reach the gradients of matrices.
   """
 
   _handle: EpHandle
@@ -99,8 +100,8 @@ class Segments:
       fn: maps blocks [B, ...] of each array, for any B, to an array [B, ...] or
         a sequence of arrays. If `fn` closes over traced values, it computes all
         C rows.
-      *arrays: [C, ...]. `fn` reads zeros from rows that pad a segment, and
-        these rows have no gradient, even if a derivative at 0 is infinite.
+      *arrays: [C, ...]. Rows that pad a segment have no gradient, even if the
+        value or a derivative of `fn` at 0 is not finite.
 
     Returns:
       The results of `fn`, with C rows instead of B.
@@ -115,14 +116,7 @@ class Segments:
       f"got arrays of shapes {', '.join(str(x.shape) for x in arrays)};"
       f" expected [{C}, ...]. Segments.spread makes rows of parameters.",
     )
-    if self._handle.layer.alignment == 1:
-      return map_used_rows(fn, sizes, *arrays)
-    holds_token = _holds_token(self._handle)
-    # The kernel of map_used_rows cannot mask the gradient of an array [C].
-    masked = [
-      x if x.ndim > 1 else jnp.where(holds_token > 0, x, 0) for x in arrays
-    ]
-    return map_used_rows(_OfTokens(fn), sizes, holds_token, *masked)
+    return map_used_rows(fn, sizes, *arrays, is_padding=self._is_padding())
 
   def spread(self, values: Any, weights: jax.Array | None = None) -> Any:
     """Returns [C, F], the values of each row's expert, such as a bias.
@@ -133,23 +127,21 @@ class Segments:
     """
     if weights is None:
       weights = jnp.ones(self._handle.capacity)
+    if (is_padding := self._is_padding()) is not None:
+      weights = jnp.where(is_padding > 0, 0, weights)
     columns = jax.tree.map(lambda x: x[:, None], values)
     return self.matmul(weights[:, None].astype(self._dtype), columns)
 
-
-@dataclasses.dataclass(frozen=True)
-class _OfTokens:
-  """Maps blocks by `fn`, with constant zeros for the rows without a token."""
-
-  fn: Callable[..., Any]
-
-  def __call__(self, holds_token: jax.Array, *blocks: jax.Array) -> Any:
-    return self.fn(
-      *(
-        jnp.where(repeated(holds_token, x) > 0, x, 0) if x.ndim > 1 else x
-        for x in blocks
-      )
-    )
+  def _is_padding(self) -> jax.Array | None:
+    """Returns int32 [C], 1 for the rows that pad a segment; None if none do."""
+    handle = self._handle
+    if handle.layer.alignment == 1:
+      return None
+    end = jnp.cumsum(handle.group_sizes)
+    start = end - handle.group_sizes + handle.token_counts
+    steps = jnp.zeros(handle.capacity, jnp.int32)
+    steps = steps.at[start].add(1, mode="drop").at[end].add(-1, mode="drop")
+    return jnp.cumsum(steps)
 
 
 Network = Callable[[Segments, Any, jax.Array], jax.Array]
@@ -228,14 +220,19 @@ class SharedExpert:
   def hidden(self, x: jax.Array) -> jax.Array:
     """Returns the hidden activations [..., S] of tokens [..., H]."""
     names = ["up", "gate"] if "shared_gate" in self.params else ["up"]
-    products = (self._product(x, name) for name in names)
-    return self.experts.hidden(*products)
+    products = (self._of_tokens(self._product(x, name)) for name in names)
+    return self._of_tokens(self.experts.hidden(*products))
 
   @jax.named_scope("shared_experts")
   def output(self, hidden: jax.Array) -> jax.Array:
     """Returns the outputs [..., H] for hidden activations [..., S]."""
-    out = self._product(hidden, "down")
-    return out if self.mask is None else jnp.where(self.mask[..., None], out, 0)
+    return self._of_tokens(self._product(hidden, "down"))
+
+  def _of_tokens(self, rows: jax.Array) -> jax.Array:
+    """Returns rows that are zero, with zero cotangents, for masked tokens."""
+    if self.mask is None:
+      return rows
+    return jnp.where(self.mask[..., None], rows, 0)
 
   def _product(self, x: jax.Array, name: str) -> jax.Array:
     return x @ self.params["shared_" + name].astype(x.dtype)
@@ -308,16 +305,6 @@ def _rows_by_source(handle: EpHandle, topk_idx: jax.Array) -> jax.Array:
   (sent,) = compat.vary_together(sent, axes=[axis])
   received: jax.Array = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
   return keep_routing(received.astype(jnp.int32).T)
-
-
-def _holds_token(handle: EpHandle) -> jax.Array:
-  """Returns int32 [C], 1 for rows that hold a token and 0 for all others."""
-  sizes, counts = handle.group_sizes, handle.token_counts
-  start = jnp.cumsum(sizes) - sizes
-  steps = jnp.zeros(handle.capacity, jnp.int32)
-  steps = steps.at[start].add(1, mode="drop")
-  steps = steps.at[start + counts].add(-1, mode="drop")
-  return jnp.cumsum(steps)
 
 
 def _apply(

@@ -12,7 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arrays, compat, errors, primitive
+from ep._src.base import arrays, compat, contexts, errors, primitive
 from ep._src.base.errors import fail_if
 from ep._src.base.identities import keep_routing
 from ep._src.group.group import EpLayerConfig
@@ -54,6 +54,9 @@ def of_rank(
       logits += jnp.broadcast_to(router_bias, logits.shape)
     if key is not None:
       key = jax.random.fold_in(key, lax.axis_index(layer.group.token_axes))
+    if bias is not None and contexts.is_checked():
+      what = f'MoE(layer "{layer.name}")'
+      bias = router.checked_bias(what, "state.bias", bias)
     topk_idx, topk_weights = router.route_topk(
       logits,
       config.top_k,
@@ -81,6 +84,8 @@ def of_rank(
   # So tokens vary over that axis from here on, and routing weights from
   # dispatch on. JAX sums the gradients over the axis at these points, where
   # gradients have the size of the tokens.
+  if config.dtype is not None:
+    x = x.astype(config.dtype)
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}

@@ -18,7 +18,7 @@ from ep._src.base import arguments, arrays, compat
 from ep._src.base.meshes import Mesh
 from ep._src.group.bootstrap import ep_bootstrap
 from ep._src.group.group import EpGroup, EpLayerConfig
-from ep._src.moe import batching, forward, parameters
+from ep._src.moe import batching, forward, parameters, router
 from ep._src.moe.batching import Padding
 from ep._src.moe.config import layer_of, MoEConfig, num_slots
 from ep._src.moe.losses import Metrics
@@ -177,13 +177,14 @@ class MoE:
         activation(x @ w_up + b_up)
 
     `config.biases` adds the biases; the shared expert has none. Tokens and
-    matrices are multiplied in the dtype of `x`, whatever the dtype of the
-    parameters. Logits, scores and metrics are float32.
+    matrices are multiplied in `config.dtype`, or if it is None, in the dtype
+    that `x` and the parameters have. Logits, scores and metrics are float32.
 
     Works in the local view, in `jax.shard_map` with parameters sharded by
     `specs`, and in the global view. Differentiable in `params`, `x` and through
     the losses of the metrics, in both modes. `jax.vmap` over `x` (and `mask`)
-    makes one exchange of all examples; the metrics are of all examples.
+    makes one exchange of all examples, padded as by `pad=True` if the ranks do
+    not divide their number; the metrics are of all examples.
     Inside a `shard_map` with `check_vma=False`, the gradient of a metric is the
     gradient of the sum of all ranks' copies: divide it by the number of ranks.
 
@@ -216,8 +217,9 @@ class MoE:
         experts share a rank: `max_rank_rows`, drops, chunks.
 
     Returns:
-      y, like `x`, and `Metrics`. `moe_layer` explains `overflow="chunk"`, which
-      `config.deterministic` refuses.
+      y, like `x`, also in its sharding over Explicit mesh axes, but with the
+      dtype `config.dtype` if there is one, and `Metrics`. `moe_layer` explains
+      `overflow="chunk"`, which `config.deterministic` refuses.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -234,7 +236,7 @@ class MoE:
     if captured_idx is not None:
       captured_idx = arrays.array(op, "captured_idx", captured_idx)
     view = views.View.of(group, op)
-    _check_params(op, self, params, view.is_local)
+    _check_params(op, self, params, x.dtype, view.is_local)
     check_placement(op, "placement", placement, self.num_expert_slots)
     arguments.check(
       placement is None or placement.experts.ndim == 1,
@@ -252,7 +254,7 @@ class MoE:
 
     keep = not config.experts.is_traced()
 
-    def run(tokens: Any, others: Any) -> tuple[jax.Array, Metrics]:
+    def run(tokens: Any, others: Any, pad: bool) -> tuple[jax.Array, Metrics]:
       x, mask, forced_idx, captured_idx = tokens
       padding = Padding.of(view, x.shape[:-1]) if pad else Padding(())
       view_config = config
@@ -278,11 +280,11 @@ class MoE:
         (views.TOKENS, views.REPLICATED),
         keep=keep,
       )
-      return padding.remove(y), metrics
+      return batching.like(padding.remove(y), tokens[0]), metrics
 
     tokens = x, mask, forced_idx, captured_idx
     others = dict(params), bias, key, placement
-    return batching.examples(run, tokens, others)
+    return batching.examples(run, tokens, others, pad)
 
 
 def _bootstrap(
@@ -309,7 +311,9 @@ def _bias(op: str, state: State | None) -> jax.Array | None:
       f"{op}: state is a {type(state).__name__}, but an ep.moe.State is"
       " expected, as from init_state(); of a bias, ep.moe.State(bias)."
     )
-  return arrays.float32(op, "state.bias", state.bias)
+  bias = arrays.float32(op, "state.bias", state.bias)
+  router.check_bias(op, "state.bias", bias)
+  return bias
 
 
 def _check_tokens(
@@ -349,7 +353,11 @@ def _check_tokens(
 
 
 def _check_params(
-  op: str, layer: MoE, params: Mapping[str, jax.Array], is_local: bool
+  op: str,
+  layer: MoE,
+  params: Mapping[str, jax.Array],
+  x_dtype: jnp.dtype,
+  is_local: bool,
 ) -> None:
   config, group = layer.config, layer.group
   shapes = parameters.shapes(config, layer.num_expert_slots)
@@ -394,8 +402,15 @@ def _check_params(
       raise TypeError(
         f"{op}: params[{name!r}] is {dtype}, but deterministic = True adds"
         " gradients in float32, and rounding them before would depend on the"
-        " split of the ranks; keep parameters in float32, which are multiplied"
-        " in the dtype of x, or pass deterministic=False."
+        " split of the ranks; keep parameters in float32, and name the dtype of"
+        " products by MoEConfig.dtype, or pass deterministic=False."
+      )
+    is_router = name.startswith("router")  # always multiplied in float32
+    if config.dtype is None and dtype != x_dtype and not is_router:
+      raise TypeError(
+        f"{op}: params[{name!r}] is {dtype}, but x is {x_dtype}; convert one,"
+        " or name the dtype in which they are multiplied, such as"
+        f" MoEConfig(dtype=jnp.{x_dtype})."
       )
   if is_local and config.tp_axis:
     arguments.check(

@@ -210,7 +210,7 @@ class State(NamedTuple):
     load, and falls if it had more (Wang et al., "Auxiliary-Loss-Free Load
     Balancing Strategy for Mixture-of-Experts", arXiv 2408.15664, algorithm 1;
     DeepSeek-V3 uses a rate of 0.001). The comparison is exact: an expert with
-    the mean load keeps its entry.
+    the mean load keeps its entry. An entry never becomes NaN or infinite.
 
     Args:
       load: [..., E], the `Metrics.load` of the step, or the sum of the loads of
@@ -238,4 +238,5 @@ class State(NamedTuple):
     remainder = load - experts * quotient
     above = load - quotient.sum(axis=-1, keepdims=True)
     side = jnp.sign(remainder.sum(axis=-1, keepdims=True) - experts * above)
-    return State(bias + (rate * side).astype(bias.dtype))
+    changed = bias + (rate * side).astype(bias.dtype)
+    return State(jnp.where(jnp.isfinite(changed), changed, bias))

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, arrays, compat
+from ep._src.base import arguments, arrays, compat, primitive
+from ep._src.base.errors import fail_if
 from ep._src.base.identities import keep_routing
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -73,7 +74,8 @@ def route_topk(
       weights, so it gets no gradient. To balance the load without a loss term,
       raise it for idle experts and lower it for busy ones between steps (Wang
       et al., "Auxiliary-Loss-Free Load Balancing Strategy for
-      Mixture-of-Experts", arXiv 2408.15664).
+      Mixture-of-Experts", arXiv 2408.15664). NaN and +inf are refused,
+      unless the bias is traced.
     mask: `[...]` bool; tokens where it is False, such as the padding of a
       sequence, get ids -1 and weights 0 and are not sent. Their logits get no
       gradient, and may be NaN.
@@ -106,7 +108,8 @@ def route_topk(
     float32 `[..., K]`.
 
   Raises:
-    ValueError: `top_k`, `score`, a group, the jitter or a shape is invalid.
+    ValueError: `top_k`, `score`, a group, the jitter, the bias or a shape is
+      invalid.
     TypeError: an argument has another type or dtype.
   """
   op = "route_topk"
@@ -131,6 +134,7 @@ def route_topk(
       f"selection_bias has shape {selection_bias.shape}; it must hold one "
       f"number per expert, shape {(num_experts,)}.",
     )
+    check_bias(op, "selection_bias", selection_bias)
   check_choice(
     op, num_experts, top_k, num_groups, top_groups, group_best, jitter
   )
@@ -195,6 +199,62 @@ def route_topk(
   used = topk_idx >= 0
   weights = weigh(jnp.where(used, chosen, jnp.finfo(jnp.float32).min))
   return topk_idx, jnp.where(used, weights, 0.0)
+
+
+def check_bias(op: str, name: str, bias: jax.Array) -> None:
+  """Raises `ValueError` if an entry of a selection bias [E] is NaN or +inf.
+
+  Every token would choose such an expert. Accepts traced arrays.
+  """
+  if isinstance(bias, jax.core.Tracer):
+    return
+  if isinstance(bias, jax.Array):
+    if not bias.is_fully_replicated:
+      return
+    bias = bias.addressable_data(0)
+  _check_entries(op, name, np.asarray(bias))
+
+
+def checked_bias(op: str, name: str, bias: jax.Array) -> jax.Array:
+  """Returns a bias; the program raises on all ranks if `check_bias` would.
+
+  Local view. The bias must be equal on all ranks.
+  """
+  (bias,) = _bias_p.bind(lax.stop_gradient(bias), op=op, name=name)
+  return bias
+
+
+def _check_entries(op: str, name: str, bias: np.ndarray) -> None:
+  wrong = np.flatnonzero(_is_wrong(bias))
+  if wrong.size:
+    at = int(wrong[0])
+    raise ValueError(
+      f"{op}: {name}[{at}] = {bias[at]}, so every token would choose expert"
+      f" {at}; pass finite numbers, or -inf for an expert that no token may"
+      " choose."
+    )
+
+
+def _is_wrong(bias: Any) -> Any:
+  return (bias != bias) | (bias == np.inf)
+
+
+def _check_bias(
+  bias: jax.Array, *, op: str, name: str, can_raise: bool
+) -> list[jax.Array]:
+  fail = functools.partial(_check_entries, op, name)
+  failed = fail_if(_is_wrong(bias).any(), fail, bias, can_raise=can_raise)
+  return [jnp.where(failed > 0, jnp.nan, bias)]
+
+
+def _lower_bias(ctx: Any, bias: Any, **params: Any) -> Any:
+  check = functools.partial(
+    _check_bias, can_raise=compat.can_call_python(ctx), **params
+  )
+  return compat.lower_local(check)(ctx, bias)
+
+
+_bias_p = primitive.new("ep_check_bias", lambda bias, **_: [bias], _lower_bias)
 
 
 def _ids(
