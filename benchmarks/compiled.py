@@ -97,6 +97,7 @@ def lower(shape: Shape, factor: float | None, mesh: Mesh) -> Any:
     capacity_factor=factor,
     overflow="drop" if factor else None,
     normalize=shape.top_k > 1,
+    dtype=jnp.bfloat16,
   )
   layer = ep.MoE(config, mesh, backend="xla")
 
