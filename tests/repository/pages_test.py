@@ -174,7 +174,7 @@ def test_the_blocks_of_a_page(page):
 
 
 def _globals(code: str) -> tuple[set[str], set[str]]:
-  """Returns the global names that code defines, and those that it uses."""
+  """Returns the global names that code defines, and the names that it uses."""
   defined, used = set(), set()
   tables = [symtable.symtable(code, "page", "exec")]
   for table in tables:
