@@ -17,6 +17,10 @@ import ep
 from groups import layer
 from op_functions import dispatch, everything, Ops, round_trip
 
+pytestmark = pytest.mark.skipif(
+  "TEST_TARGET" not in os.environ, reason="only Bazel sets a sanitizer up"
+)
+
 
 @pytest.fixture
 def case():

