@@ -123,4 +123,4 @@ def test_narrow_parameters_are_refused(name, dtype):
   params[name] = params[name].astype(dtype)
   words = rf"params\['{name}'\] is {dtype}, but deterministic = True .* float32"
   with pytest.raises(TypeError, match=words):
-    layer(params, np.zeros((R, H), dtype))
+    layer(params, np.zeros((R, H), np.float32))
