@@ -469,3 +469,25 @@ def test_a_tensor_parallel_layer_makes_its_group_and_parameters():
     assert_shards_equal(state.bias, bias)
     with pytest.raises(TypeError, match="'timeout_s'. are options of ep_boot"):
       ep.MoE(config, mesh_group, timeout_s=1.0)
+
+
+@of_one_process
+@pytest.mark.parametrize(
+  "examples, lead, axis", [(2, (8, 4), 1), (3, (T,), 0), (5, (3, 2), 0)]
+)
+def test_vmap_over_any_number_of_examples(examples, lead, axis):
+  """y and gradients are those of one batch, and the metrics are of all."""
+  here = group("ep4", max_tokens_per_rank=None)
+  layer, params = ep.MoE(PLAIN, here), make_params(PLAIN)
+  x = tokens(examples, *lead)
+  mapped = jax.vmap(layer, (None, axis), (axis, None))
+
+  def step(params, x):
+    y, metrics = mapped(params, x)
+    return jnp.moveaxis(y, axis, 0), metrics
+
+  *outs, grad_x = jax.jit(with_grads(step))(params, np.moveaxis(x, 0, axis))
+  got = *outs, jnp.moveaxis(grad_x, axis, 0)
+  assert_close(got, expected_of(PLAIN, params, x))
+  program = str(jax.make_jaxpr(step)(params, np.moveaxis(x, 0, axis)))
+  assert program.count("ep_dispatch[") == 1

@@ -171,3 +171,36 @@ def test_no_collective_is_added_where_shardings_fit():
     return collections.Counter(re.findall(r" (all-\w+|collective-\w+)\(", hlo))
 
   assert collectives(*EXPLICIT) == collectives(*AUTO)
+
+
+@pytest.mark.parametrize(
+  "axes",
+  [PartitionSpec("dp"), PartitionSpec("ep"), PartitionSpec(), RANKS],
+  ids=str,
+)
+@pytest.mark.parametrize("part", [moe_layer, whole_layer])
+def test_the_output_of_a_layer_has_the_sharding_of_its_tokens(part, axes):
+  """The layers reshard only where they must, by collectives with a name."""
+  bound = layer(*EXPLICIT)
+  mesh = bound.group.mesh
+  whole_x, params = inputs()
+  _, params = as_needed(mesh, whole_x, params)
+  x = to_global(whole_x.reshape(4, T, H), mesh, axes)
+
+  def block(x, params):
+    return x + part(bound, x, params)
+
+  def step(x, params):
+    out, vjp = jax.vjp(block, x, params)
+    assert jax.typeof(out).sharding.spec == jax.typeof(x).sharding.spec
+    return out, vjp(out)
+
+  with jax.set_mesh(mesh):
+    compiled = jax.jit(step).lower(x, params).compile()
+    out, _ = compiled(x, params)
+  ep.assert_no_hidden_collectives(compiled, allow=["all-reduce"])
+  is_moved = re.search(r"all-gather.*ep_reshard", compiled.as_text())
+  assert bool(is_moved) == (axes != RANKS)
+  if part is moe_layer:  # the jitter of a whole layer depends on the shape
+    want, _ = expected()[part.__name__]
+    assert_shards_close(out, (want + whole_x).reshape(4, T, H), 1e-5, 1e-5)

@@ -25,25 +25,27 @@ from ep._src.ops import views
 
 
 def examples(
-  fn: Callable[..., tuple[Any, Any]], tokens: Any, others: Any
+  fn: Callable[..., tuple[Any, Any]], tokens: Any, others: Any, pad: bool
 ) -> tuple[Any, Any]:
-  """Returns `fn(tokens, others)`, with one call for all examples of a `vmap`.
+  """Returns `fn(tokens, others, pad)`, with one call for all of a `vmap`.
 
   `fn` maps token arrays with any leading axes, and arrays without a token axis,
   to token arrays and a summary of all tokens. Under `vmap` over token arrays
-  alone, each example gets the summary of all examples.
+  alone, each example gets the summary of all examples, and `pad` is True: the
+  first axis is the axis of examples, of any number.
 
   In three cases each example runs by itself, in order: the `vmap` is around a
   derivative (`vmap(grad(f))`), it is around `jit` or `scan`, or `others` differ
   between examples.
   """
   if compat.is_batched(others) or not compat.is_batched(tokens):
-    return fn(tokens, others)
+    return fn(tokens, others, pad)
   leaves, tree = jax.tree.flatten(tokens)
   trees: list[Any] = []
 
   def call(*leaves: Any) -> tuple[list[Any], list[Any]]:
-    outs, summary = examples(fn, jax.tree.unflatten(tree, leaves), others)
+    tokens = jax.tree.unflatten(tree, leaves)
+    outs, summary = examples(fn, tokens, others, pad=True)
     outs, out_tree = jax.tree.flatten(outs)
     summary, summary_tree = jax.tree.flatten(summary)
     trees[:] = out_tree, summary_tree
@@ -130,8 +132,17 @@ class Padding:
     return array.reshape(*self.lead, *array.shape[1:])
 
 
+def like(array: jax.Array, tokens: jax.Array) -> jax.Array:
+  """Returns an array with the sharding of the tokens along Explicit axes."""
+  sharding = jax.typeof(tokens).sharding
+  with jax.named_scope("ep_reshard"):
+    array = views.resharded(sharding.mesh, sharding.spec, array)
+  return array
+
+
 def _whole(array: jax.Array) -> jax.Array:
   """Returns the array, replicated over Explicit mesh axes."""
   mesh = jax.typeof(array).sharding.mesh
-  array = views.resharded(mesh, PartitionSpec(), array)
+  with jax.named_scope("ep_reshard"):
+    array = views.resharded(mesh, PartitionSpec(), array)
   return array

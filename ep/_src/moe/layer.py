@@ -182,7 +182,8 @@ class MoE:
     Works in the local view, in `jax.shard_map` with parameters sharded by
     `specs`, and in the global view. Differentiable in `params`, `x` and through
     the losses of the metrics, in both modes. `jax.vmap` over `x` (and `mask`)
-    makes one exchange of all examples; the metrics are of all examples.
+    makes one exchange of all examples, padded as by `pad=True` if the ranks do
+    not divide their number; the metrics are of all examples.
     Inside a `shard_map` with `check_vma=False`, the gradient of a metric is the
     gradient of the sum of all ranks' copies: divide it by the number of ranks.
 
@@ -251,7 +252,7 @@ class MoE:
 
     keep = not config.experts.is_traced()
 
-    def run(tokens: Any, others: Any) -> tuple[jax.Array, Metrics]:
+    def run(tokens: Any, others: Any, pad: bool) -> tuple[jax.Array, Metrics]:
       x, mask, forced_idx, captured_idx = tokens
       padding = Padding.of(view, x.shape[:-1]) if pad else Padding(())
       view_config = config
@@ -277,11 +278,11 @@ class MoE:
         (views.TOKENS, views.REPLICATED),
         keep=keep,
       )
-      return padding.remove(y), metrics
+      return batching.like(padding.remove(y), tokens[0]), metrics
 
     tokens = x, mask, forced_idx, captured_idx
     others = dict(params), bias, key, placement
-    return batching.examples(run, tokens, others)
+    return batching.examples(run, tokens, others, pad)
 
 
 def _bootstrap(

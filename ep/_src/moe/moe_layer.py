@@ -89,7 +89,8 @@ def moe_layer(
 
   `ep.MoE` is the layer with a router, losses, biases and shared experts.
   Differentiable in tokens, weights and parameters, in both modes and to any
-  order. `jax.vmap` over tokens makes one exchange of all examples.
+  order. `jax.vmap` over tokens makes one exchange of all examples, padded as by
+  `pad=True` if the ranks do not divide their number.
 
   With `overflow="chunk"`, if a rank needs more rows than the capacity C, its EP
   domain splits the tokens into chunks that fit with any routing, and runs one
@@ -132,8 +133,8 @@ def moe_layer(
       is replicated. The handle has all tokens, also added ones, in one axis.
 
   Returns:
-    [..., H], like `tokens`; with `return_handle`, a tuple of it and the
-    `EpHandle`.
+    [..., H], like `tokens`, also in its sharding over Explicit mesh axes; with
+    `return_handle`, a tuple of it and the `EpHandle`.
 
   Raises:
     ValueError, TypeError: a shape or dtype does not fit; with
@@ -169,7 +170,8 @@ def moe_layer(
   check(view, routed[0], given)
   keep = experts is None and not network.is_traced()
 
-  def run(routed: Any, params: Any) -> tuple[jax.Array, EpHandle]:
+  def run(routed: Any, params: Any, pad: bool) -> tuple[jax.Array, EpHandle]:
+    tokens, *_ = routed
     lead = _check_lead(op, routed)
     padding = Padding.of(view, lead) if pad else Padding(lead)
     routed = [*map(padding.add, routed, [0, -1, 0])]
@@ -183,12 +185,14 @@ def moe_layer(
       keep=keep,
     )
     handle = EpHandle(*leaves, layer=layer, token_shape=token_shape)
-    return padding.remove(out), handle
+    return batching.like(padding.remove(out), tokens), handle
 
   if return_handle:
-    return run(routed, given)
+    return run(routed, given, pad)
   out: jax.Array
-  out, _ = batching.examples(lambda *args: (run(*args)[0], ()), routed, given)
+  out, _ = batching.examples(
+    lambda *args: (run(*args)[0], ()), routed, given, pad
+  )
   return out
 
 

@@ -28,7 +28,10 @@ OPCODES = (
 _COLLECTIVE = re.compile(rf"(?:\(.*?\)|\S+) ({'|'.join(OPCODES)})(?:-start)?\(")
 
 # Scopes of ep's own collectives: backend "xla" names a scope after each op.
-_EXCHANGES = {*OPS, "ep_assign", "ep_check", "ep_weighted_combine"}
+_EXCHANGES = {
+  *OPS,
+  *("ep_assign", "ep_check", "ep_reshard", "ep_weighted_combine"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
