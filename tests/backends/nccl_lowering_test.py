@@ -121,7 +121,7 @@ def test_a_layer_on_hopper_touches_no_unused_rows(
   for compiles in ("_failure", "_failure_of_map"):
     monkeypatch.setattr(on_cuda, compiles, lambda *_: None)
   monkeypatch.setattr(plgpu, "kernel", opaque_kernel)
-  config = ep.MoEConfig(64, 192, 8, 3, weigh=weigh)
+  config = ep.MoEConfig(64, 192, 8, 3, weigh=weigh, dtype=jnp.bfloat16)
   with bootstrap(
     make_mesh({"ep": 4}),
     hidden_dim=64,

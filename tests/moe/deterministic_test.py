@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deterministic layers train with the same bits on any mesh, in both views."""
 
+import dataclasses
 import functools
 
 import jax
@@ -30,12 +31,12 @@ def train(layout, view, dtype, compiler_options):
   """Trains by gradient descent; returns all losses and the last parameters."""
   mesh_group = group(layout, max_tokens_per_rank=None)
   mesh, axes = mesh_group.mesh, mesh_group.token_axes
-  layer = ep.MoE(CONFIG, mesh_group)
+  layer = ep.MoE(dataclasses.replace(CONFIG, dtype=dtype), mesh_group)
   specs = layer.specs()
   tokens = PartitionSpec(axes)
 
   def loss_fn(params, x):
-    y, metrics = layer(params, x.astype(dtype))
+    y, metrics = layer(params, x)
     loss = distance(y, x) / (R * TOKENS * H)
     return loss + 1e-2 * metrics.aux_loss
 
@@ -78,7 +79,7 @@ def train(layout, view, dtype, compiler_options):
 
 
 def test_layouts_and_views_give_the_same_bits():
-  """One process compiles with default options; several use bfloat16 tokens."""
+  """One process compiles with default options; several multiply in bfloat16."""
   one = jax.process_count() == 1
   dtype, options = (
     (jnp.float32, None) if one else (jnp.bfloat16, QUICK_AND_ALIKE)
@@ -122,4 +123,4 @@ def test_narrow_parameters_are_refused(name, dtype):
   params[name] = params[name].astype(dtype)
   words = rf"params\['{name}'\] is {dtype}, but deterministic = True .* float32"
   with pytest.raises(TypeError, match=words):
-    layer(params, np.zeros((R, H), dtype))
+    layer(params, np.zeros((R, H), np.float32))

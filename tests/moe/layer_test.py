@@ -240,10 +240,25 @@ def test_all_metrics_cost_one_sum_over_ranks():
 
 
 @of_one_process
-def test_bfloat16_tokens_of_float32_parameters():
-  layer, params = ep.MoE(SPLIT, group("dp2_ep2")), make_params(SPLIT)
-  x = tokens(R, T, hidden=SPLIT.hidden).astype(jnp.bfloat16)
-  y, metrics = run_forward(layer, params, x)
+@pytest.mark.parametrize("of_x, of_params", [(0, 1), (1, 0), (0, 0)])
+def test_one_dtype_or_the_dtype_of_the_configuration(of_x, of_params):
+  """The router is float32, and reads tokens before they are converted."""
+  narrow = dataclasses.replace(SPLIT, dtype=jnp.bfloat16)
+  layers = [ep.MoE(config, group("dp2_ep2")) for config in (SPLIT, narrow)]
+  kinds = jnp.bfloat16, jnp.float32
+  params = {
+    n: p if n.startswith("router") else p.astype(kinds[of_params])
+    for n, p in make_params(SPLIT).items()
+  }
+  x = tokens(R, T, hidden=SPLIT.hidden).astype(kinds[of_x])
+  if of_x != of_params:
+    words = rf"params\['\w+'\] is {np.dtype(kinds[of_params])}, but x is"
+    with pytest.raises(TypeError, match=words + ".* MoEConfig\\(dtype=jnp"):
+      layers[0](params, x)
+    layers = layers[1:]
+  outs = [run_forward(layer, params, x) for layer in layers]
+  assert_same_bits(outs, [outs[0]] * len(outs))
+  y, metrics = outs[0]
   assert (y.dtype, metrics.dropped) == (jnp.bfloat16, 0)
   expected = expected_of(SPLIT, params, x)[0]
   eps = float(jnp.finfo(jnp.bfloat16).eps)
@@ -393,6 +408,7 @@ def test_fp8_rows_of_a_deterministic_layer_that_drops():
     BIASED,
     hidden=32,
     deterministic=DETERMINISTIC,
+    dtype=jnp.bfloat16,
     overflow="drop",
     capacity_factor=0.75,
   )

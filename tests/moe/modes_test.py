@@ -89,7 +89,7 @@ def on_ranks(step, in_specs, out_specs, *args):
 
 
 def of_layer(options, call):
-  config = ep.MoEConfig(HIDDEN, INNER, E, K, **options)
+  config = ep.MoEConfig(HIDDEN, INNER, E, K, dtype=jnp.bfloat16, **options)
   sizes = dict(data_axes=()) if config.tp_axis else {}
   layer = ep.MoE(config, bound(**sizes))
   params = draw_params(config, lambda shape: floats(*shape))

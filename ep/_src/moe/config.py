@@ -8,9 +8,10 @@ import typing
 from typing import Literal
 
 import jax
+from jax.typing import DTypeLike
 
 from ep._src.base import arguments, arrays, quantizers
-from ep._src.base.config import NotCopied, short_repr, WIRES
+from ep._src.base.config import NotCopied, short_repr, token_dtype, WIRES
 from ep._src.group.group import EpGroup, EpLayerConfig
 from ep._src.matmul import row_map
 from ep._src.moe import router
@@ -79,8 +80,12 @@ class MoEConfig(NotCopied):
     deterministic: whether gradients of parameters are added in an order that
       depends on the number of ranks alone. Losses of a training run then have
       the same bits for every split of the ranks into mesh axes whose sizes are
-      powers of two. A call refuses parameters that are not float32; tokens may
-      have another dtype. It costs time and memory.
+      powers of two. A call refuses parameters that are not float32; `dtype` may
+      be another. It costs time and memory.
+    dtype: float32, bfloat16 or float16, the dtype in which tokens and matrices
+      are multiplied. Tokens and parameters are converted, and y has this dtype.
+      None: tokens and all parameters but the router must have one dtype.
+      Logits, scores and metrics are float32.
     name: for messages and traces.
 
   Raises:
@@ -116,6 +121,7 @@ class MoEConfig(NotCopied):
   tp_axis: str | None = None
   fsdp_axis: str | None = None
   deterministic: bool = False
+  dtype: DTypeLike | None = None
   name: str = "moe"
 
   def __post_init__(self) -> None:
@@ -168,6 +174,9 @@ class MoEConfig(NotCopied):
       " the same bits for every split of the ranks into mesh axes, on which a"
       " sum over chunks depends; pass token_chunks = 1.",
     )
+    if self.dtype is not None:
+      dtype = token_dtype(what, "dtype", self.dtype)
+      object.__setattr__(self, "dtype", dtype)
     if self.wire is not None:
       quantizers.check_width(what, self.hidden, self.wire)
     arrays.function(what, "activation", self.activation)

@@ -84,6 +84,8 @@ def of_rank(
   # So tokens vary over that axis from here on, and routing weights from
   # dispatch on. JAX sums the gradients over the axis at these points, where
   # gradients have the size of the tokens.
+  if config.dtype is not None:
+    x = x.astype(config.dtype)
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}

@@ -176,8 +176,8 @@ class MoE:
         activation(x @ w_up + b_up)
 
     `config.biases` adds the biases; the shared expert has none. Tokens and
-    matrices are multiplied in the dtype of `x`, whatever the dtype of the
-    parameters. Logits, scores and metrics are float32.
+    matrices are multiplied in `config.dtype`, or if it is None, in the dtype
+    that `x` and the parameters have. Logits, scores and metrics are float32.
 
     Works in the local view, in `jax.shard_map` with parameters sharded by
     `specs`, and in the global view. Differentiable in `params`, `x` and through
@@ -216,8 +216,9 @@ class MoE:
         experts share a rank: `max_rank_rows`, drops, chunks.
 
     Returns:
-      y, like `x`, and `Metrics`. `moe_layer` explains `overflow="chunk"`, which
-      `config.deterministic` refuses.
+      y, like `x`, also in its sharding over Explicit mesh axes, but with the
+      dtype `config.dtype` if there is one, and `Metrics`. `moe_layer` explains
+      `overflow="chunk"`, which `config.deterministic` refuses.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -234,7 +235,7 @@ class MoE:
     if captured_idx is not None:
       captured_idx = arrays.array(op, "captured_idx", captured_idx)
     view = views.View.of(group, op)
-    _check_params(op, self, params, view.is_local)
+    _check_params(op, self, params, x.dtype, view.is_local)
     check_placement(op, "placement", placement, self.num_expert_slots)
     arguments.check(
       placement is None or placement.experts.ndim == 1,
@@ -351,7 +352,11 @@ def _check_tokens(
 
 
 def _check_params(
-  op: str, layer: MoE, params: Mapping[str, jax.Array], is_local: bool
+  op: str,
+  layer: MoE,
+  params: Mapping[str, jax.Array],
+  x_dtype: jnp.dtype,
+  is_local: bool,
 ) -> None:
   config, group = layer.config, layer.group
   shapes = parameters.shapes(config, layer.num_expert_slots)
@@ -387,8 +392,15 @@ def _check_params(
       raise TypeError(
         f"{op}: params[{name!r}] is {dtype}, but deterministic = True adds"
         " gradients in float32, and rounding them before would depend on the"
-        " split of the ranks; keep parameters in float32, which are multiplied"
-        " in the dtype of x, or pass deterministic=False."
+        " split of the ranks; keep parameters in float32, and name the dtype of"
+        " products by MoEConfig.dtype, or pass deterministic=False."
+      )
+    is_router = name.startswith("router")  # always multiplied in float32
+    if config.dtype is None and dtype != x_dtype and not is_router:
+      raise TypeError(
+        f"{op}: params[{name!r}] is {dtype}, but x is {x_dtype}; convert one,"
+        " or name the dtype in which they are multiplied, such as"
+        f" MoEConfig(dtype=jnp.{x_dtype})."
       )
   if is_local and config.tp_axis:
     arguments.check(
