@@ -164,8 +164,9 @@ def test_experts_move_only_for_what_they_save():
   assert of(old=old, move_cost=1) == (0, kept)
 
 
-# What a larger search found: the ratio of ranks and of nodes without `old`, the
-# same with `old`, and the experts that moved. The loads are draws to a power.
+# A larger search found these figures: the ratio of ranks and of nodes without
+# `old`, the same with `old`, and the experts that moved. The loads are draws to
+# a power.
 @pytest.mark.parametrize(
   "draw, power, ranks, nodes, experts, steps, anew, later, moved",
   [

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -108,7 +108,8 @@ def _last_kept(
   expert, order, place = lax.sort((experts, order, place), num_keys=3)
   start = jnp.searchsorted(expert, iota(V + 1)).astype(jnp.int32)
   wanted = jnp.diff(start)
-  quota = _quota(blocks, _blocks(layer, wanted).reshape(P, -1))
+  wants = -(-wanted // layer.alignment)  # in blocks
+  quota = _quota(blocks, wants.reshape(P, -1))
   kept = jnp.minimum(wanted, quota.reshape(V) * layer.alignment)
   at = start[:-1] + kept - 1
   least = np.int32(np.iinfo(np.int32).min)
@@ -118,7 +119,7 @@ def _last_kept(
   return last, wanted - kept
 
 
-def _quota(blocks: int, wants: Any) -> Any:
+def _quota(blocks: int, wants: jax.Array) -> jax.Array:
   """Returns how many of the blocks that it `wants` each expert gets, [P, L].
 
   The definition gives blocks to the experts of a rank round-robin, up to
@@ -127,7 +128,7 @@ def _quota(blocks: int, wants: Any) -> Any:
   experts that want more.
   """
 
-  def raise_level(i: Any, level: Any) -> Any:
+  def raise_level(i: jax.Array, level: jax.Array) -> jax.Array:
     """Sets the i-th highest bit of `level` if there are enough blocks."""
     higher = level + (1 << (bits - 1 - i))
     fits = _sum(jnp.minimum(wants, higher)) <= blocks
@@ -138,17 +139,10 @@ def _quota(blocks: int, wants: Any) -> Any:
   quota = jnp.minimum(wants, level)
   wants_more = wants > quota
   rest = blocks - _sum(quota)
-  before = _sum_before(wants_more.astype(jnp.int32))
+  one_more = wants_more.astype(jnp.int32)
+  before = one_more.cumsum(1, dtype=jnp.int32) - one_more
   return quota + (wants_more & (before < rest)).astype(jnp.int32)
 
 
-def _blocks(layer: LayerConfig, rows: Any) -> Any:
-  return -(-rows // layer.alignment)
-
-
-def _sum(x: Any) -> Any:
+def _sum(x: jax.Array) -> jax.Array:
   return x.sum(1, keepdims=True, dtype=jnp.int32)
-
-
-def _sum_before(x: Any) -> Any:
-  return x.cumsum(1, dtype=jnp.int32) - x
