@@ -32,11 +32,12 @@ Replace an exchange:
     testing            tests of a transport or a layer against the contract
 
 When something is wrong:
+    check              raises the fault that a step returned
     checked            traces programs with checks of their arguments
     describe           prints the routing of a step as a table
     watch              says which processes of a hanging job lag, and why
 
-`python -m ep check` prints the usable backends.
+`python -m ep info` prints the usable backends.
 """
 
 import importlib as _importlib
@@ -79,6 +80,7 @@ from ep._src.ops.combine import ep_combine as ep_combine
 from ep._src.ops.dispatch import ep_dispatch as ep_dispatch
 from ep._src.ops.handle import EpHandle as EpHandle
 from ep._src.ops.prepare import ep_prepare as ep_prepare
+from ep._tools.check import check as check
 from ep._tools.collectives.hidden import (
   assert_no_hidden_collectives as assert_no_hidden_collectives,
 )

@@ -12,7 +12,7 @@ import sys
 
 # For each command: the module whose `main(args)` runs it, and the help text.
 _COMMANDS = {
-  "check": ("ep._tools.check", "print versions and usable backends"),
+  "info": ("ep._tools.info", "print versions and usable backends"),
   "launch": ("ep.launch._command", "start the ranks of a program"),
 }
 

@@ -131,7 +131,7 @@ class Case:
     errors = {shard.index[0].start: "" for shard in shards}
     try:
       leaves = jax.tree.leaves(self.run(fn, *arrays))
-      self.layer.group.check()
+      self.layer.group.raise_failures()
     except ep.EpError as error:
       return dict.fromkeys(errors, str(error))
     for leaf in leaves:

@@ -80,7 +80,7 @@ def failing(group):
   """Expects an `EpError` of the group in the block; yields pytest's error."""
   with pytest.raises(ep.EpError) as error:
     yield error
-    group.check()
+    group.raise_failures()
 
 
 @functools.cache

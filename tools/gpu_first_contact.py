@@ -69,7 +69,7 @@ def main(what: str, *options: str) -> None:
     if jax.process_index() == 1:
       os.kill(os.getpid(), _FAULTS[what])
     _round_trip(group, tokens)
-    group.check()
+    group.raise_failures()
   else:
     assert what == "finalized", what
   ep.ep_finalize(group)

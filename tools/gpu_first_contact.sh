@@ -110,7 +110,7 @@ if [[ ${NEWER_NCCL:-} ]]; then
 fi
 
 part 1 10 1 card nvidia-smi -L
-part 1 60 4 libraries "$PYTHON" -m ep check
+part 1 60 4 libraries "$PYTHON" -m ep info
 for model in "${models[@]}"; do
   part 1 70 20 "$model" $MATMULS "--models=$model"
 done

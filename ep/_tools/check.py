@@ -1,78 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints versions and usable backends: python -m ep check.
-
-The exit code is 0 if the default backend can run on this machine.
-"""
+"""Raises the fault that a program of backend "xla" returned."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
-import pathlib
-import platform
-
 import jax
-import jaxlib.version
-import numpy as np
 
-import ep
-from ep._src.base.backend import CannotServe
-from ep._src.group.bootstrap import BACKENDS, NATIVE
-from ep._src.native import gpus
-
-_DISTRIBUTION = "jax-ep"
+from ep._src.base import arguments, errors
+from ep._src.moe.losses import Metrics
+from ep._src.ops.handle import EpHandle
 
 
-def main(args: list[str]) -> int:
-  parser = argparse.ArgumentParser(
-    prog="python -m ep check",
-    description="Prints installed versions and usable backends.",
-  )
-  parser.parse_args(args)
-  folder = pathlib.Path(__file__).parent.parent
-  owners = importlib.metadata.packages_distributions().get("ep", [])
-  for other in sorted({*owners} - {_DISTRIBUTION}):
-    print(
-      f'WARNING: the distribution "{other}" also has a package ep. The one that'
-      " was installed last has overwritten files of the other, and to uninstall"
-      f" one removes files of both. Run: pip uninstall {other} {_DISTRIBUTION};"
-      f" then install {_DISTRIBUTION} again."
+def check(result: EpHandle | Metrics) -> None:
+  """Raises the fault of `ep_prepare` that a handle or metrics carry.
+
+  With `ep_bootstrap(errors="flag")`, which is the default of "xla" on TPUs and
+  GPUs, programs return the faults of a routing: an id out of range or repeated,
+  more rows than the capacity, ranks that disagree. A loop that never calls
+  `check` trains on NaN:
+
+      params, metrics = step(params, batch)
+      if i % 100 == 0:
+        ep.check(metrics)
+
+  Waits for the program. Not collective: each process of a domain with a fault
+  raises, and with metrics each process of the mesh. Of a handle on "nccl", it
+  raises that the routing failed, and `EpGroup.raise_failures` says why.
+
+  Args:
+    result: a handle, or metrics. The metrics may be of several layers, stacked
+      along leading axes.
+
+  Raises:
+    ValueError: the error that `errors="raise"` would raise; of metrics, the
+      error of the first layer with one.
+    TypeError: `result` is neither, or is traced.
+  """
+  if isinstance(result, Metrics):
+    errors.raise_carried(_known(result.fault))
+    return
+  if not isinstance(result, EpHandle):
+    expected = "an EpHandle or an ep.moe.Metrics"
+    raise arguments.wrong_type("check", "result", result, expected)
+  if result.layer.group.connection.flags:
+    errors.raise_carried(_known(result.mem))
+    return
+  for shard in _known(result.total_recv_tokens).addressable_shards:
+    arguments.check(
+      (shard.data >= 0).all(),
+      f'ep_prepare(layer "{result.layer.name}")',
+      "the routing failed; EpGroup.raise_failures says why.",
     )
-  if not hasattr(ep, "ep_bootstrap"):
-    print(
-      f"{folder / '__init__.py'} is missing, or another package's; install"
-      f" {_DISTRIBUTION} again, with pip's option --force-reinstall."
+
+
+def _known(array: jax.Array) -> jax.Array:
+  """Returns the array, or raises `TypeError` if it is traced."""
+  if isinstance(array, jax.core.Tracer):
+    raise TypeError(
+      "check: the result is traced, so it has no value yet; return it from the"
+      " program, and check it outside."
     )
-    return 1
-  print(f"ep {ep.__version__} in {folder}")
-  print(
-    f"python {platform.python_version()}, jax {jax.__version__}, jaxlib"
-    f" {jaxlib.version.__version__}, numpy {np.__version__}"
-  )
-  try:
-    gpus.check_plugin()
-    devices = jax.local_devices()
-  except RuntimeError as e:
-    print(f"JAX has no devices here: {e}")
-    return 1
-  print(f"devices of this process: {len(devices)} x {devices[0].device_kind}")
-  outcomes = {name: _probe(name) for name in BACKENDS}
-  default = NATIVE.get(devices[0].platform, "xla")
-  if isinstance(outcomes[default], CannotServe):
-    default = "xla"  # ep_bootstrap also falls back to "xla"
-  for name, found in outcomes.items():
-    label = f"{name:4} {'(the default) ' if name == default else ''}"
-    if isinstance(found, Exception):
-      why = str(found).removeprefix("ep_bootstrap: ")
-      print(f"{label}cannot run: {why}")
-    else:
-      print(f"{label}can run{f' on {found}' if found else ''}")
-  return 1 if isinstance(outcomes[default], Exception) else 0
-
-
-def _probe(name: str) -> str | Exception:
-  """Returns the hardware that a backend would use, or why it is unusable."""
-  try:
-    return BACKENDS[name].probe()
-  except (OSError, RuntimeError, ValueError) as e:
-    return e
+  return array

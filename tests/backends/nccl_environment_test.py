@@ -122,7 +122,7 @@ def test_the_refusal_of_one_process_reaches_all_immediately(
   assert closed == ([("nccl", config.name)] if is_made else [])
 
 
-def test_ep_check_reports_a_refused_variable(monkeypatch):
+def test_ep_info_reports_a_refused_variable(monkeypatch):
   monkeypatch.setattr(jax, "local_devices", lambda: [gpu()])
   monkeypatch.setenv("NCCL_EP_DISABLE_GUARD", "on")
   with refused("NCCL_EP_DISABLE_GUARD = on lets an op overwrite rows"):

@@ -48,7 +48,7 @@ def test_needs_no_native_library(monkeypatch):
   monkeypatch.setattr(ffi, "library", refuse)
   with bootstrap(make_mesh({"ep": 4}), backend="xla") as group:
     Case(ep.EpLayerConfig(group)).check_round_trip()
-    group.check()
+    group.raise_failures()
 
 
 # --- Bits equal to the oracle's ----------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m ep check` says which backends run here, and how to get others."""
+"""`python -m ep info` says which backends run here, and how to get others."""
 
 import os
 import re
@@ -16,7 +16,7 @@ import programs
 
 
 def check(capsys):
-  return main(["check"]), capsys.readouterr().out
+  return main(["info"]), capsys.readouterr().out
 
 
 def test_a_missing_library(capsys, tmp_path, monkeypatch):
@@ -52,7 +52,7 @@ def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
   shutil.copytree(os.path.dirname(ep.__file__), tmp_path / "ep")
   (tmp_path / "ep/__init__.py").write_text('__version__ = "0.2.4"')
   monkeypatch.syspath_prepend(tmp_path)
-  code, output = programs.run("-P", "-m", "ep", "check")
+  code, output = programs.run("-P", "-m", "ep", "info")
   assert code == 1, output
   assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
 
@@ -60,8 +60,8 @@ def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "command, code, words",
   [
-    ("check | true", 0, ""),
-    ("check >/dev/full", 1, "no space is left for the output"),
+    ("info | true", 0, ""),
+    ("info >/dev/full", 1, "no space is left for the output"),
   ],
 )
 def test_the_output_is_closed_or_full(command, code, words, tmp_path):
@@ -78,7 +78,7 @@ def test_the_output_is_closed_or_full(command, code, words, tmp_path):
   assert "Traceback" not in done.stdout and words in done.stdout
 
 
-@pytest.mark.parametrize("command", ["", " check", " launch"])
+@pytest.mark.parametrize("command", ["", " info", " launch"])
 def test_each_command_explains_itself(command, capsys):
   for option, code in ("--help", 0), ("--nope", 2):
     with pytest.raises(SystemExit) as end:
@@ -91,4 +91,4 @@ def test_the_help_lists_every_command(capsys):
   with pytest.raises(SystemExit):
     main(["--help"])
   listed = re.findall(r"^(\w+) {2,}[a-z]", capsys.readouterr().out, re.M)
-  assert listed == ["check", "launch"]
+  assert listed == ["info", "launch"]

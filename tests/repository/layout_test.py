@@ -21,8 +21,8 @@ CORE = [
   {"base"},
 ]
 TOOLS = [
-  {"check"},
-  {"collectives", "describe", "place", "watch"},
+  {"info"},
+  {"check", "collectives", "describe", "place", "watch"},
 ]
 BACKENDS = {"host", "nccl", "xla"}
 

@@ -29,7 +29,7 @@ def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
     timeout_s=20.0,
   ) as group:
     assert_type(group, ep.EpGroup)
-    group.check()
+    group.raise_failures()
     assert_type(group.ep_size, int)
   ep.ep_finalize(group)
   layer = ep.EpLayerConfig(group, alignment=8, overflow="drop", name="first")
@@ -52,6 +52,7 @@ def ops(
   assert_type(handle.capacity, int)
   fair = ep.EpLayerConfig(layer.group, overflow="drop", drop_by="fair")
   weighted = ep.ep_prepare(fair, topk_idx, topk_weights)
+  ep.check(weighted)
   assert_type(weighted.dropped_counts, jax.Array)
   assert_type(weighted.max_recv_tokens, jax.Array)
   rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)

@@ -63,6 +63,11 @@ class OpParams:
     return self.layer.overflow != "error"
 
   @property
+  def raises(self) -> bool:
+    """Whether a program that can call Python raises its faults."""
+    return self.checked or self.layer.group.errors == "raise"
+
+  @property
   def capacity(self) -> int:
     """C: the number of receive rows of a rank."""
     return self.layer.capacity_for(self.num_tokens)
@@ -82,9 +87,11 @@ class Connection:
     group: the group's configuration, with the backend's defaults resolved.
     weighs: whether "ep_combine" multiplies rows by weights. If not, the caller
       multiplies the rows before, and the op has no weights.
+    flags: whether `EpHandle.mem` ends with a fault; see errors.py.
   """
 
   weighs = True
+  flags = False
 
   def __init__(self, group: GroupConfig):
     self.group = group
@@ -152,10 +159,10 @@ class Connection:
       _open.pop(self.group.name, None)
 
   def finalize(self) -> None:
-    """Calls `check`, and then `close`, even if `check` raises."""
+    """Calls `raise_failures`, and then `close`, even if the former raises."""
     if self._begins_closing():
       try:
-        self.check()
+        self.raise_failures()
       finally:
         self._finish_closing()
 
@@ -166,14 +173,17 @@ class Connection:
       self._cached.cache_clear()
       self._release()
 
-  def check(self) -> None:
+  def raise_failures(self) -> None:
     """Waits for the device, and raises a failure that no op has raised yet.
 
-    Collective with backends whose `check` may close the group.
+    Collective with backends that may close the group here.
 
     Raises:
       ValueError, RuntimeError: the failure of an earlier op, once.
     """
+
+  def saw(self, carrier: jax.Array) -> None:
+    """Keeps an array with a fault for `raise_failures`, if it has a value."""
 
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
     """Raises `ValueError` if `op` cannot run on `mesh`.

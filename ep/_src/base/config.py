@@ -16,10 +16,11 @@ from typing import Any, Self
 import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays, quantizers
-from ep._src.base.meshes import Mesh
+from ep._src.base.meshes import has_devices, Mesh, platform
 
 _OVERFLOW = ("error", "drop", "chunk")
 _DROP_BY = (None, "slot", "fair")
+_ERRORS = ("raise", "flag")
 _TAILS = ("zero", "unspecified")
 WIRES = (None, *quantizers.FORMATS)
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -79,6 +80,7 @@ class GroupConfig:
   overflow: str
   drop_by: str | None
   backend: str
+  errors: str | None
   max_num_sms: int
   timeout_s: float
   exit_after_s: float
@@ -125,7 +127,12 @@ class GroupConfig:
     )
     dtype = token_dtype(what, "max_token_dtype", self.max_token_dtype)
     resolve("max_token_dtype", dtype)
-    arguments.check_choices(what, self, overflow=_OVERFLOW, drop_by=_DROP_BY)
+    if self.errors is None:
+      is_flagged = has_devices(self.mesh) and platform(self.mesh) != "cpu"
+      resolve("errors", "flag" if is_flagged else "raise")
+    arguments.check_choices(
+      what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, errors=_ERRORS
+    )
 
   @property
   def ep_size(self) -> int:

@@ -34,12 +34,13 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
   * a result of combine that is not finite fails the run. With "host" the run
     fails on that rank, with the element and its source row, and on the others
     at their next exchange of the run. With "xla" the run fails on all ranks,
-    with the element. With "nccl" `EpGroup.check` or `ep_finalize` fails on that
-    rank;
+    with the element. With "nccl" `EpGroup.raise_failures` or `ep_finalize`
+    fails on that rank;
   * errors name the step, counted from the program's first launch ("host").
 
-  In both modes `ep_prepare` compares a hash of the configurations of group and
-  layer across the ranks.
+  Programs of "xla" then also raise the faults of a routing if the group has
+  `errors="flag"`. In both modes `ep_prepare` compares a hash of the
+  configurations of group and layer across the ranks.
   """
   context: contextlib.AbstractContextManager[None] = _checked(enabled)
   return context

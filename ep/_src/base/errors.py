@@ -1,9 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EpError`, and the errors that several backends raise."""
+"""`EpError`, and the faults that programs without native code find.
+
+A fault is int32 [24], equal on all ranks of a domain. A program raises it, or
+returns it, for `ep.check`. The first five words are computed, and the others
+are of the layer:
+
+    0       the kind of the fault; 0 is none
+    1       the rank that has it
+    2 to 4  what the kind says
+    5 to 7  top_k, the number of experts, the capacity
+    8 to 23 the first 64 bytes of the name, in UTF-8
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
@@ -17,31 +29,162 @@ from ep._src.base import arguments, compat
 # before it returns, JAX's C++ path raises a ValueError.
 EpError: tuple[type[Exception], ...] = (RuntimeError, ValueError)
 
-# The `fault` of a routing without a wrong choice; larger than all other faults.
-NO_FAULT = np.int32(arguments.INT32_MAX)
+FAULT_WORDS = 24
+_COMPUTED = 5
+_NAME_BYTES = 4 * (FAULT_WORDS - 8)
+
+# The kinds of a fault, and what words 2 to 4 say.
+_WRONG_CHOICE = 1  # `first_wrong_choice` of the rank
+_OVERFLOW = 2  # the rows that the rank needs
+_DISAGREEMENT = 3  # hashes of the configuration on rank 0, and on the rank
+
+# The first word of `first_wrong_choice` if all choices are right.
+_NO_CHOICE = np.int32(arguments.INT32_MAX)
 
 
-def wrong_choice(
-  what: str, fault: int, expert: int, top_k: int, num_experts: int
-) -> ValueError:
-  """Returns the error for an invalid entry `expert` of `topk_idx`.
+def first_wrong_choice(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+  """Returns int32 [3]: the first wrong choice of `topk_idx` [T, K], and its id.
 
-  `fault` is twice the index of the entry in `topk_idx.reshape(-1)`, plus one
-  if the expert is repeated rather than out of range. The text is the same as in
-  ep_ffi/core/faults.h.
+  The first word is twice the index of the choice in `topk_idx.reshape(-1)`,
+  plus one if its expert is repeated rather than out of range. The others are
+  the low and the high half of the id.
   """
-  choice, repeats = divmod(fault, 2)
-  token, k = divmod(choice, top_k)
-  what = f"{what}: topk_idx[{token}, {k}] = {expert}"
-  if repeats:
-    return ValueError(
-      f"{what} repeats an expert of token {token}; the top-k experts of a token"
-      " must be distinct (use -1 for an unused choice)"
+  is_wrong = (topk_idx < -1) | (topk_idx >= num_experts)
+  is_same = topk_idx[:, :, None] == topk_idx[:, None, :]
+  repeats = jnp.tril(is_same, -1).any(2) & (topk_idx >= 0)
+  choice = 2 * jnp.arange(topk_idx.size, dtype=jnp.int32)
+  choice = choice.reshape(topk_idx.shape) + jnp.where(is_wrong, 0, 1)
+  choice = jnp.where(is_wrong | repeats, choice, _NO_CHOICE).min()
+  expert = topk_idx.ravel().at[choice // 2].get(mode="clip")
+  words = lax.bitcast_convert_type(expert, jnp.int32).reshape(-1)
+  return jnp.concatenate([choice[None], words, words[-1:] >> 31])[:3]
+
+
+def fault_of_choices(of_ranks: jax.Array, *label: Any) -> jax.Array:
+  """Returns the fault of `first_wrong_choice` of all ranks, int32 [P, 3].
+
+  The label is the layer's name, top_k, number of experts and capacity.
+  """
+  return _labelled(_of_choices(of_ranks), *label)
+
+
+def fault_of_routing(
+  of_ranks: jax.Array,
+  configs: jax.Array,
+  needed: jax.Array,
+  most: int | None,
+  *label: Any,
+) -> jax.Array:
+  """Returns the fault of a step's routing; the label as in `fault_of_choices`.
+
+  Args:
+    of_ranks: `first_wrong_choice` of all ranks, int32 [P, 3].
+    configs: a hash of each rank's configuration, int32 [P].
+    needed: the receive rows that each rank needs, int32 [P].
+    most: the most rows that a rank may need; None is no limit.
+  """
+  fault = _of_choices(of_ranks)
+  if most is not None:
+    rank = jnp.argmax(needed > most)
+    over = _words(_OVERFLOW, rank, needed[rank])
+    is_over = (fault[0] == 0) & (needed[rank] > most)
+    fault = jnp.where(is_over, over, fault)
+  rank = jnp.argmax(configs != configs[0])
+  other = _words(_DISAGREEMENT, rank, configs[0], configs[rank])
+  fault = jnp.where(configs[rank] != configs[0], other, fault)
+  return _labelled(fault, *label)
+
+
+def raise_fault(fault: np.ndarray) -> None:
+  """Raises `ValueError` if there is a fault.
+
+  The texts are the same as in ep_ffi/core/faults.h.
+  """
+  kind, rank, *says = fault[:_COMPUTED].tolist()
+  top_k, num_experts, capacity = fault[_COMPUTED:8].tolist()
+  name = np.asarray(fault[8:], "<i4").tobytes().rstrip(b"\0")
+  op = f'ep_prepare(layer "{name.decode(errors="ignore")}")'
+  if kind == 0:
+    return
+  if kind == _WRONG_CHOICE:
+    choice, low, high = says
+    index, repeats = divmod(choice, 2)
+    token, k = divmod(index, top_k)
+    expert = (high << 32) + (low & 0xFFFFFFFF)
+    what = f"{op}, rank {rank}: topk_idx[{token}, {k}] = {expert}"
+    if repeats:
+      raise ValueError(
+        f"{what} repeats an expert of token {token}; the top-k experts of a"
+        " token must be distinct (use -1 for an unused choice)"
+      )
+    raise ValueError(
+      f"{what}, but num_experts = {num_experts}; valid ids are"
+      f" -1..{num_experts - 1}"
     )
-  return ValueError(
-    f"{what}, but num_experts = {num_experts}; valid ids are"
-    f" -1..{num_experts - 1}"
+  if kind == _OVERFLOW:
+    raise ValueError(
+      f"{op}: rank {rank} needs {says[0]} receive rows, but the capacity is"
+      f" {capacity}; raise capacity_factor or recv_capacity_per_rank, balance"
+      ' the routing, or use overflow="drop"'
+    )
+  if kind == _DISAGREEMENT:
+    hashes = np.array([says[0]] * rank + [says[1]])
+    raise disagreement(op, "a hash of the configuration", hashes)
+  raise ValueError(
+    "the words of a fault were changed; pass the handle or the metrics as the"
+    " op or the layer returned them"
   )
+
+
+def carried_fault(array: jax.Array) -> jax.Array:
+  """Returns the first fault in the last 96 bytes of each row, as int32 [24].
+
+  A row is of `Metrics.fault`, or of `EpHandle.mem` if `Connection.flags`.
+  """
+  faults = array[..., -4 * FAULT_WORDS // array.dtype.itemsize :]
+  if array.dtype == jnp.uint8:
+    faults = faults.reshape(-1, FAULT_WORDS, 4)
+    faults = lax.bitcast_convert_type(faults, jnp.int32)
+  faults = faults.reshape(-1, FAULT_WORDS)
+  return faults[jnp.argmax(faults[:, 0] != 0)]
+
+
+def raise_carried(array: jax.Array) -> None:
+  """Raises the `carried_fault` of this process's part of an array, if any."""
+  for shard in array.addressable_shards:
+    raise_fault(np.asarray(carried_fault(shard.data)))
+
+
+def disagreement(op: str, value: str, of_ranks: np.ndarray) -> ValueError:
+  """Returns the error of ranks whose `value` is not that of rank 0."""
+  other = int(np.argmax(of_ranks != of_ranks[0]))
+  return ValueError(
+    f"{op}: the ranks disagree on {value}: {of_ranks[0]} on rank 0,"
+    f" {of_ranks[other]} on rank {other}; every rank must run the same program"
+    " on the same layer and handle"
+  )
+
+
+def _of_choices(of_ranks: jax.Array) -> jax.Array:
+  is_wrong = of_ranks[:, 0] < _NO_CHOICE
+  rank = jnp.argmax(is_wrong)
+  fault = _words(_WRONG_CHOICE, rank, *of_ranks[rank])
+  return jnp.where(is_wrong.any(), fault, 0)
+
+
+def _words(*words: Any) -> jax.Array:
+  words += (0,) * (_COMPUTED - len(words))
+  return jnp.stack([jnp.asarray(w, jnp.int32) for w in words])
+
+
+def _labelled(
+  words: jax.Array, name: str, top_k: int, num_experts: int, capacity: int
+) -> jax.Array:
+  """Appends the label to computed words; of no fault, all words are 0."""
+  text = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+  label = np.array([top_k, num_experts, capacity], np.int32)
+  label = np.concatenate([label, np.frombuffer(text, "<i4")])
+  return jnp.concatenate([words, jnp.where(words[0] > 0, label, 0)])
 
 
 def fail_if(

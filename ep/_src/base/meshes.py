@@ -35,6 +35,11 @@ def has_devices(mesh: Mesh) -> TypeGuard[jax.sharding.Mesh]:
   return not isinstance(mesh, jax.sharding.AbstractMesh)
 
 
+def platform(mesh: jax.sharding.Mesh) -> str:
+  """Returns the platform of a mesh's devices, such as "cpu"."""
+  return str(mesh.devices.flat[0].platform)
+
+
 def domains(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
   """Returns the mesh's devices as an array [num_domains, P], in mesh order."""
   axis = mesh.axis_names.index(axis_name)

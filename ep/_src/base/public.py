@@ -41,5 +41,5 @@ def check_jax() -> None:
   raise ImportError(
     f"ep needs jax {_FLOOR} or newer, but {found} is installed;"
     f' run: pip install --upgrade "jax>={_FLOOR}"',
-    name="ep",  # so `python -m ep check` prints one line, not a traceback
+    name="ep",  # so `python -m ep info` prints one line, not a traceback
   )

@@ -97,7 +97,7 @@ def _connect_by_platform(group: GroupConfig) -> EpGroup:
   """Connects a group with the platform's native backend, or else with "xla"."""
   if not meshes.has_devices(group.mesh):
     return _connect(group)
-  platform = group.mesh.devices.flat[0].platform
+  platform = meshes.platform(group.mesh)
   try:
     if platform not in NATIVE:
       raise CannotServe(
@@ -124,6 +124,7 @@ def ep_bootstrap(
   overflow: str = "error",
   drop_by: str | None = None,
   backend: str | None = None,
+  errors: str | None = None,
   max_num_sms: int = 0,
   timeout_s: float = 300.0,
   exit_after_s: float = math.inf,
@@ -172,6 +173,12 @@ def ep_bootstrap(
       native code). None picks "host" or "nccl" by platform. If that backend
       cannot serve the mesh, None picks "xla", and logs the reason to the logger
       "ep".
+    errors: what programs of "xla" do with a fault of `ep_prepare`. With "raise"
+      they raise it, by a callback into Python, so JAX's persistent compilation
+      cache keeps none of them. With "flag" they have no callback: the handle
+      and `ep.moe.Metrics` carry the fault, `ep.check` raises it, and all rows
+      of that handle are NaN. None is "raise" on CPUs and "flag" on other
+      devices. No effect with "host" and "nccl", and in checked mode.
     max_num_sms: streaming multiprocessors that "nccl" may use, at most 16; 0
       lets it choose. No effect on CPU.
     timeout_s: seconds until a rank that waits for its peers raises an error,
@@ -226,6 +233,7 @@ def ep_bootstrap(
     overflow=overflow,
     drop_by=drop_by,
     backend=backend or "xla",
+    errors=errors,
     max_num_sms=max_num_sms,
     timeout_s=timeout_s,
     exit_after_s=exit_after_s,
@@ -258,8 +266,8 @@ def ep_finalize(group: EpGroup) -> None:
 
   Raises:
     ValueError, RuntimeError: the failure of an op that no op has raised (see
-      `EpGroup.check`), or a peer has run ops that this process has not. The
-      group is closed nevertheless.
+      `EpGroup.raise_failures`), or a peer has run ops that this process has
+      not. The group is closed nevertheless.
   """
   check_group("ep_finalize", group)
   group.connection.finalize()

@@ -64,6 +64,7 @@ class EpGroup(NotCopied):
   overflow = _Held[str]()
   drop_by = _Held[str | None]()
   backend = _Held[str]()
+  errors = _Held[str]()
   max_num_sms = _Held[int]()
   timeout_s = _Held[float]()
   exit_after_s = _Held[float]()
@@ -81,19 +82,21 @@ class EpGroup(NotCopied):
   def __repr__(self) -> str:
     return repr(self.config).replace("GroupConfig", "EpGroup", 1)
 
-  def check(self) -> None:
+  def raise_failures(self) -> None:
     """Waits for the device, and raises failures that no op has raised yet.
 
     On a GPU, an op only enqueues work, and the device finds a bad id or an
     overflow later. Then outputs are NaN, and one of the next `ep_prepare`
-    fails. Collective, because it may close the group. No effect with "host" and
-    "xla", whose ops raise all failures.
+    fails. Collective, because it may close the group. With "xla" and
+    `errors="flag"`, it raises the fault of the last op or layer that ran
+    outside of a program; `ep.check` raises those of programs. No effect
+    otherwise, because ops raise all failures.
 
     Raises:
       ValueError, RuntimeError: the failure of an earlier op, once.
     """
-    self.connection.check_open("EpGroup.check")
-    self.connection.check()
+    self.connection.check_open("EpGroup.raise_failures")
+    self.connection.raise_failures()
 
   def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(

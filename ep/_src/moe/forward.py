@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from ep._src.base import arrays, compat, contexts, errors, primitive
 from ep._src.base.errors import fail_if
@@ -78,8 +77,9 @@ def of_rank(
     as_written = placement is None and config.token_chunks == 1
     as_written &= layer.group.num_experts == config.num_experts
     is_given = forced_idx is not None or captured_idx is not None
+    fault = None
     if is_given and not as_written:
-      topk_idx = _checked_choices(layer, config.num_experts, topk_idx)
+      topk_idx, fault = _checked_choices(layer, config.num_experts, topk_idx)
   # Ranks of `tp_axis` multiply the same tokens by different parts of matrices.
   # So tokens vary over that axis from here on, and routing weights from
   # dispatch on. JAX sums the gradients over the axis at these points, where
@@ -112,7 +112,7 @@ def of_rank(
     y = lax.psum(y, config.tp_axis)
   with jax.named_scope("metrics"):
     metrics = losses.measure(
-      layer, config, logits, topk_idx, mask, handle, held
+      layer, config, logits, topk_idx, mask, handle, held, fault
     )
   if config.deterministic:
     y, metrics = jax.tree.map(lax.optimization_barrier, (y, metrics))
@@ -149,66 +149,47 @@ def _local_params(
 
 def _checked_choices(
   layer: EpLayerConfig, num_experts: int, ids: jax.Array
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
   """Returns expert ids int32 [..., K], or fails on all ranks like `ep_prepare`.
 
   `ep_prepare` itself gets only the slots and the tokens of a chunk. So its
   errors would name a slot, or a position in the chunk.
 
   Collective over the EP domain; `ids` must vary over its axis. A program that
-  cannot call Python returns ids that `ep_prepare` refuses.
+  does not raise returns ids that `ep_prepare` refuses, and the fault.
   """
   if not ids.size:
-    return ids
-  (ids,) = _check_p.bind(
+    return ids, None
+  group, is_checked = layer.group, contexts.is_checked()
+  ids, fault = _check_p.bind(
     ids,
     name=layer.name,
-    axis_name=layer.group.axis_name,
+    axis_name=group.axis_name,
     num_experts=num_experts,
+    raises=not group.connection.flags or is_checked or group.errors == "raise",
   )
-  return keep_routing(ids)
+  return keep_routing(ids), fault
 
 
 def _check(
-  ids: jax.Array,
-  *,
-  name: str,
-  axis_name: str,
-  num_experts: int,
-  can_raise: bool,
+  ids: jax.Array, *, name: str, axis_name: str, num_experts: int, raises: bool
 ) -> list[jax.Array]:
   K = ids.shape[-1]
-
-  def fail(faults: np.ndarray) -> None:
-    rank = int(np.argmax(faults[:, 0] < errors.NO_FAULT))
-    what = f'ep_prepare(layer "{name}"), rank {rank}'
-    fault, expert = faults[rank].tolist()
-    raise errors.wrong_choice(what, fault, expert, K, num_experts)
-
-  fault = _first_fault(ids.reshape(-1, K), num_experts)
-  faults = lax.all_gather(fault, axis_name)
-  failed = fail_if(
-    (faults[:, 0] < errors.NO_FAULT).any(), fail, faults, can_raise=can_raise
-  )
-  return [jnp.where(failed > 0, -2, ids)]
+  wrong = errors.first_wrong_choice(ids.reshape(-1, K), num_experts)
+  of_ranks = lax.all_gather(wrong, axis_name)
+  fault = errors.fault_of_choices(of_ranks, name, K, num_experts, 0)
+  failed = fail_if(fault[0] > 0, errors.raise_fault, fault, can_raise=raises)
+  return [jnp.where(failed > 0, -2, ids), fault]
 
 
-def _first_fault(ids: jax.Array, num_experts: int) -> jax.Array:
-  """Returns int32 [2], the fault and the expert for `errors.wrong_choice`."""
-  is_wrong = (ids < -1) | (ids >= num_experts)
-  is_same = ids[:, :, None] == ids[:, None, :]
-  repeats = jnp.tril(is_same, -1).any(2) & (ids >= 0)
-  fault = 2 * arrays.iota(ids.size).reshape(ids.shape)
-  fault += jnp.where(is_wrong, 0, 1)
-  fault = jnp.where(is_wrong | repeats, fault, errors.NO_FAULT).min()
-  return jnp.stack([fault, ids.ravel().at[fault // 2].get(mode="clip")])
+def _check_types(ids: Any, **_: Any) -> list[Any]:
+  return [ids, compat.out_aval((errors.FAULT_WORDS,), jnp.int32, ids)]
 
 
-def _lower(ctx: Any, ids: Any, **params: Any) -> Any:
-  check = functools.partial(
-    _check, can_raise=compat.can_call_python(ctx), **params
-  )
+def _lower(ctx: Any, ids: Any, *, raises: bool, **params: Any) -> Any:
+  raises = raises and compat.can_call_python(ctx)
+  check = functools.partial(_check, raises=raises, **params)
   return compat.lower_local(jax.named_scope("ep_check")(check))(ctx, ids)
 
 
-_check_p = primitive.new("ep_check", lambda ids, **_: [ids], _lower)
+_check_p = primitive.new("ep_check", _check_types, _lower)

@@ -280,6 +280,7 @@ class MoE:
         (views.TOKENS, views.REPLICATED),
         keep=keep,
       )
+      group.connection.saw(metrics.fault)
       return batching.like(padding.remove(y), tokens[0]), metrics
 
     tokens = x, mask, forced_idx, captured_idx

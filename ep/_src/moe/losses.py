@@ -15,7 +15,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from ep._src.base import arguments, arrays
+from ep._src.base import arguments, arrays, errors
 from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum
 from ep._src.moe import router
@@ -285,6 +285,8 @@ class Metrics(NamedTuple):
     drops: int32 [E], dropped choices of each expert.
     max_rank_rows: int32 [], the rows of the busiest rank, including dropped
       ones.
+    fault: int32 [24], the first fault of the step's routing, with "xla"; zeros
+      are none. `ep.check` raises it.
   """
 
   load: jax.Array
@@ -293,6 +295,7 @@ class Metrics(NamedTuple):
   entropy: jax.Array
   drops: jax.Array
   max_rank_rows: jax.Array
+  fault: jax.Array
 
   @property
   def dropped(self) -> jax.Array:
@@ -308,11 +311,13 @@ def measure(
   mask: jax.Array | None,
   handle: EpHandle,
   experts: jax.Array,
+  fault: jax.Array | None,
 ) -> Metrics:
   """Returns the metrics of a step, by one all-reduce over all ranks.
 
   The arrays of `handle` may have a leading axis of chunks. `experts` is the
-  expert of each slot of the rank.
+  expert of each slot of the rank. `fault` is a fault that was found before the
+  handle's.
   """
   axes, E = layer.group.token_axes, config.num_experts
   load = jax.nn.one_hot(topk_idx, E, dtype=jnp.float32)
@@ -329,6 +334,8 @@ def measure(
     drops=_halves(drops),
     rows=_halves(of_ranks.at[lax.axis_index(axes)].set(rows)),
   )
+  if layer.group.connection.flags:
+    sums["faults"] = _halves(_fault_of_domain(layer, handle, fault))
   terms = dict(
     aux_loss=_BALANCE[config.balance](logits, topk_idx, config.score, mask),
     z_loss=_logit_size(logits, mask),
@@ -340,12 +347,32 @@ def measure(
   sums, of_terms = psum(
     (sums, {name: term.sums for name, term in terms.items()}), axes
   )
+  faults = jnp.zeros((1, errors.FAULT_WORDS), jnp.int32)
+  if layer.group.connection.flags:
+    faults = _whole(sums["faults"])
   return Metrics(
     load=sums["load"],
     drops=_whole(sums["drops"]),
     max_rank_rows=_whole(sums["rows"]).max(),
+    fault=errors.carried_fault(faults),
     **{name: term.loss(*of_terms[name]) for name, term in terms.items()},
   )
+
+
+def _fault_of_domain(
+  layer: EpLayerConfig, handle: EpHandle, fault: jax.Array | None
+) -> jax.Array:
+  """Returns int32 [D, 24]: in the first rank of a domain, its domain's fault.
+
+  The sum over all ranks has the faults of all D domains.
+  """
+  group = layer.group
+  found = errors.carried_fault(handle.mem)
+  if fault is not None:
+    found = jnp.where(fault[0] > 0, fault, found)
+  found = jnp.where(lax.axis_index(group.axis_name) == 0, found, 0)
+  faults = jnp.zeros((lax.axis_size(group.data_axes), *found.shape), jnp.int32)
+  return faults.at[lax.axis_index(group.data_axes)].set(found)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:

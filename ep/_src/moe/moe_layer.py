@@ -185,6 +185,7 @@ def moe_layer(
       keep=keep,
     )
     handle = EpHandle(*leaves, layer=layer, token_shape=token_shape)
+    group.connection.saw(handle.mem)
     return batching.like(padding.remove(out), tokens), handle
 
   if return_handle:

@@ -42,7 +42,7 @@ class NativeConnection(backend.Connection):
     has_peers = len(meshes.processes(self.group.mesh)) > 1
     return not self._is_forked and has_peers
 
-  def check(self) -> None:
+  def raise_failures(self) -> None:
     ffi.check_group(self.group.backend, self.group.name)
 
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:

@@ -28,9 +28,10 @@ class EpHandle:
   below are shapes in the local view. In the global view each array but `kept`
   has a leading axis of R ranks.
 
-  An invalid routing does not terminate a program on GPUs, or a program that was
-  exported with backend "xla". The handle of an invalid routing has sizes and
-  counts of 0, totals of -1, and no choice with a row.
+  An invalid routing does not terminate a program on GPUs, or a program of "xla"
+  that was exported or is of a group with `errors="flag"`. The handle of an
+  invalid routing has sizes and counts of 0, totals of -1, and no choice with a
+  row. `ep.check` raises the error.
 
   Attributes:
     mem: uint8 [M], the routing in a form that the backend defines.

@@ -61,6 +61,7 @@ def ep_prepare(
     ep.EpError: when the program runs, on every rank: an id out
       of range or repeated in a token, more rows than the capacity with
       `overflow="error"`, or a peer that is gone, late, or runs another program.
+      With `ep_bootstrap(errors="flag")`, `ep.check` raises instead.
   """
   check_layer("ep_prepare", layer)
   op = f'ep_prepare(layer "{layer.name}")'
@@ -114,6 +115,7 @@ def ep_prepare(
     LEAF_KINDS,
   )
   leaves = keep_routing(leaves)
+  layer.group.connection.saw(leaves[0])
   return EpHandle(*leaves, layer=layer, token_shape=token_shape)
 
 

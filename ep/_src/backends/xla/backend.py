@@ -14,15 +14,17 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.xla import checks, exchanges, plans
 from ep._src.backends.xla.plans import Dims, Plan
-from ep._src.base import compat
+from ep._src.base import compat, errors
 from ep._src.base.backend import Backend, Connection, Join, OpParams
 from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig
+from ep._src.base.errors import fail_if, FAULT_WORDS
 
 
 class XlaBackend(Backend):
@@ -34,10 +36,34 @@ class XlaBackend(Backend):
 
 
 class XlaConnection(Connection):
-  """A connection through XLA's collectives, without state."""
+  """A connection through XLA's collectives.
+
+  `EpHandle.mem` holds a plan, then the fault of the routing.
+  """
+
+  flags = True
+
+  def __init__(self, group: GroupConfig):
+    super().__init__(group)
+    self._last: jax.Array | None = None
+
+  def saw(self, carrier: Any) -> None:
+    if self.group.errors == "flag" and not isinstance(carrier, Tracer):
+      self._last = carrier
+
+  def raise_failures(self) -> None:
+    last, self._last = self._last, None
+    if last is not None:
+      errors.raise_carried(last)
 
   def mem_bytes(self, params: OpParams) -> int:
-    return plans.mem_bytes(Dims(params.layer, params.num_tokens))
+    dims = Dims(params.layer, params.num_tokens)
+    return plans.mem_bytes(dims) + 4 * FAULT_WORDS
+
+  def _close(self) -> None:
+    self._last = None
+
+  _release = _close
 
   def lower(
     self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
@@ -46,7 +72,7 @@ class XlaConnection(Connection):
       params.layer,
       params.num_tokens,
       drop=params.drop,
-      can_raise=compat.can_call_python(ctx),
+      can_raise=params.raises and compat.can_call_python(ctx),
       tail=params.tail,
     )
 
@@ -66,19 +92,24 @@ class XlaConnection(Connection):
 
 def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
   choices = plans.sort_choices(dims, idx)
-  config = jnp.full(1, dims.layer.fingerprint % 2**31, jnp.int32)
-  faults, configs, start, digests = exchanges.share(
+  layer = dims.layer
+  wrong, configs, start, digests = exchanges.share(
     dims,
-    checks.find_fault(dims, idx, choices),
-    config,
+    errors.first_wrong_choice(idx, dims.E),
+    jnp.full(1, layer.fingerprint % 2**31, jnp.int32),
     choices.start,
     plans.digest(plans.int32(idx).reshape(-1))[None],
   )
   slabs = plans.make_slabs(dims, start)
   needed = slabs.offset[:, -1]
-  failed = checks.check_routing(dims, idx.dtype, faults, configs[:, 0], needed)
+  most = None if dims.drop else dims.C
+  label = layer.name, dims.K, dims.E, dims.C
+  fault = errors.fault_of_routing(wrong, configs[:, 0], needed, most, *label)
+  failed = fail_if(
+    fault[0] > 0, errors.raise_fault, fault, can_raise=dims.can_raise
+  )
   plan = plans.make_plan(dims, choices, slabs, digests[:, 0])
-  mem = plans.pack(dims, plan) + failed
+  mem = jnp.concatenate([plans.pack(dims, plan) + failed, fault])
   needed = jnp.where(failed, -1, needed)
   me = lax.axis_index(dims.axis)
   offset = slabs.offset[me].clip(max=dims.C)
@@ -98,7 +129,7 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
 
 def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
   """Unpacks the plan in `EpHandle.mem`; also returns whether it is valid."""
-  plan, is_sound = plans.unpack(dims, mem)
+  plan, is_sound = plans.unpack(dims, mem[: -4 * FAULT_WORDS])
   return plan, checks.check_plan(dims, op, plan.routing, is_sound)
 
 

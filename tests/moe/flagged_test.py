@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With `errors="flag"`, programs return faults, and `ep.check` raises them.
+
+The sentences are those of `errors="raise"`, in both layouts of processes.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import Case
+from conftest import make_mesh
+import ep
+from groups import bootstrap, E, group, H, K, layer, of_one_process, T
+from layer_steps import draw_params, put
+import programs
+
+R = 4  # ranks
+PLAIN = ep.MoEConfig(H, 6, E, K, gated=False, activation=jax.nn.gelu)
+SWAPPED = ep.Placement(np.arange(E)[::-1])
+
+
+def ops_layer(errors="flag", mesh="ep4", **options):
+  shared = group(mesh, backend="xla", errors=errors)
+  return ep.EpLayerConfig(shared, name="moe_3", **options)
+
+
+def one_expert(layer):
+  return Case(layer, "to_one_expert")
+
+
+def wrong_id(value, at=(2 * T + 3, 1), dtype=np.int32):
+  def make(layer):
+    case = Case(layer)
+    case.topk_idx = case.topk_idx.astype(dtype)
+    case.topk_idx[at] = value
+    return case
+
+  return make
+
+
+def repeated(layer):
+  case = Case(layer)
+  case.topk_idx[-1] = [-1, 5, 5]
+  return case
+
+
+FAULTS = {
+  "out_of_range": (wrong_id(E), {}, "rank 2: topk_idx[3, 1] = 8, but num_e"),
+  "negative": (wrong_id(-2), {}, "rank 2: topk_idx[3, 1] = -2, but num_e"),
+  "repeated": (repeated, {}, "rank 3: topk_idx[4, 2] = 5 repeats an expert"),
+  "too_many_rows": (
+    one_expert,
+    dict(recv_capacity_per_rank=8),
+    "needs 20 receive rows, but the capacity is 8; raise",
+  ),
+}
+
+
+def message(fn):
+  with pytest.raises(ep.EpError) as error:
+    jax.block_until_ready(fn())
+  return str(error.value)
+
+
+def prepare(layer):
+  return jax.jit(functools.partial(ep.ep_prepare, layer))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_handle_carries_each_fault(fault):
+  make, options, words = FAULTS[fault]
+  case = make(ops_layer(**options))
+  handle = jax.block_until_ready(prepare(case.layer)(case.put(case.topk_idx)))
+  said = message(lambda: ep.check(handle))
+  assert said.startswith('ep_prepare(layer "moe_3")') and words in said
+  rows, _ = jax.jit(ep.ep_dispatch)(
+    handle, case.put(case.tokens()), case.put(case.weights())
+  )
+  for shard in rows.addressable_shards:
+    assert np.isnan(shard.data).all()
+  case = make(ops_layer("raise", **options))
+  raised = message(lambda: prepare(case.layer)(case.put(case.topk_idx)))
+  assert said in raised
+
+
+def test_an_int64_id_does_not_wrap():
+  with jax.enable_x64(True):
+    case = wrong_id(-(2**40) + 1, dtype=np.int64)(ops_layer())
+    handle = prepare(case.layer)(case.put(case.topk_idx))
+    assert f"= {-(2**40) + 1}, but" in message(lambda: ep.check(handle))
+
+
+def test_a_good_handle_and_a_handle_of_another_backend_pass():
+  for good in ops_layer(), ops_layer("raise"), layer():
+    case = Case(good)
+    ep.check(prepare(good)(case.put(case.topk_idx)))
+
+
+@pytest.mark.skipif(jax.process_count() == 1, reason="needs two programs")
+def test_processes_that_disagree():
+  is_last = jax.process_index() == jax.process_count() - 1
+  shared = group("ep4", backend="xla", errors="flag")
+  odd = ep.EpLayerConfig(shared, name="odd" if is_last else "moe_3")
+  case = Case(odd)
+  said = message(lambda: ep.check(prepare(odd)(case.put(case.topk_idx))))
+  assert "the ranks disagree on a hash of the configuration: " in said
+
+
+def moe(errors="flag", mesh="ep4", **options):
+  config = dataclasses.replace(PLAIN, **options)
+  return ep.MoE(config, group(mesh, backend="xla", errors=errors))
+
+
+def forced(layer, choices=(0, E, 1)):
+  """Returns the layer's arguments, with `choices` for token 3 of rank 2."""
+  idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
+  idx[2 * T + 3] = choices
+  x = np.zeros((R * T, H), np.float32)
+  return put(layer, draw_params(layer.config, np.zeros), x, idx)
+
+
+def run(layer, params, x, idx, placement=None):
+  return layer(params, x, forced_idx=idx, placement=placement)
+
+
+@pytest.mark.parametrize(
+  "options, placement, words",
+  [
+    ({}, None, "rank 2: topk_idx[3, 1] = 8, but num_experts = 8"),
+    ({}, SWAPPED, "rank 2: topk_idx[3, 1] = 8, but num_experts = 8"),
+    (dict(token_chunks=T), None, "rank 2: topk_idx[3, 1] = 8, but"),
+    (
+      dict(capacity_factor=0.5, overflow="error"),
+      None,
+      "receive rows, but the capacity is ",
+    ),
+  ],
+  ids=["plain", "placement", "chunks", "capacity"],
+)
+def test_metrics_carry_each_fault(options, placement, words):
+  flagged, raising = moe(**options), moe("raise", **options)
+  choices = (0, 1, 2) if "capacity_factor" in options else (0, E, 1)
+  args = *forced(flagged, choices), placement
+  y, metrics = jax.jit(run, static_argnums=0)(flagged, *args)
+  said = message(lambda: ep.check(metrics))
+  assert said.startswith('ep_prepare(layer "moe")') and words in said
+  assert all(np.isnan(s.data).all() for s in y.addressable_shards)
+  jitted = jax.jit(run, static_argnums=0)
+  assert said in message(lambda: jitted(raising, *args))
+  _, metrics = jitted(flagged, *forced(flagged, (0, 2, 1)))
+  if "capacity_factor" not in options:
+    ep.check(metrics)
+
+
+def test_metrics_of_a_scan_carry_the_fault_of_any_layer():
+  layer = moe()
+
+  def run(params, x, idx):
+    def step(x, is_bad):
+      ids = jnp.where(is_bad, idx, jnp.where(idx == E, 3, idx))
+      return x, layer(params, x, forced_idx=ids)[1]
+
+    return jax.lax.scan(step, x, jnp.arange(3) == 1)[1]
+
+  stacked = jax.jit(run)(*forced(layer))
+  assert stacked.fault.shape == (3, 24)
+  said = message(lambda: ep.check(stacked))
+  assert "rank 2: topk_idx[3, 1] = 8, but" in said
+
+
+def test_metrics_carry_the_fault_of_one_domain_to_all():
+  layer = moe(mesh="dp2_ep2")
+  _, metrics = jax.jit(run, static_argnums=0)(layer, *forced(layer))
+  said = message(lambda: ep.check(metrics))
+  assert "rank 0: topk_idx[3, 1] = 8, but" in said  # of the second domain
+
+
+@pytest.mark.parametrize("what", ["op", "layer", "program"])
+def test_the_end_of_a_group_raises_what_it_can_read(what):
+  """A program's results are only the caller's."""
+  group = bootstrap(make_mesh({"ep": 4}), backend="xla", errors="flag")
+  if what == "layer":
+    layer = ep.MoE(PLAIN, group)
+    run(layer, *forced(layer))
+  else:
+    case = wrong_id(E)(ep.EpLayerConfig(group))
+    make = prepare(case.layer) if what == "program" else ep.ep_prepare
+    args = () if what == "program" else (case.layer,)
+    make(*args, case.put(case.topk_idx))
+  if what == "program":
+    ep.ep_finalize(group)
+    return
+  assert "topk_idx[3, 1] = 8" in message(lambda: ep.ep_finalize(group))
+
+
+@of_one_process
+def test_checked_mode_raises():
+  case = wrong_id(E)(ops_layer())
+  with ep.checked():
+    program = prepare(case.layer)
+    assert "= 8, but" in message(lambda: program(case.put(case.topk_idx)))
+
+
+@of_one_process
+def test_cpus_raise_by_default():
+  assert group("ep4", backend="xla").errors == "raise"
+  with pytest.raises(ValueError, match="errors = 'print'"):
+    bootstrap(make_mesh({"ep": 4}), errors="print")
+
+
+@of_one_process
+def test_what_cannot_be_checked():
+  with pytest.raises(TypeError, match="result = 3 is a int, but an EpHandle"):
+    ep.check(3)
+  case = Case(ops_layer())
+
+  def program(idx):
+    ep.check(ep.ep_prepare(case.layer, idx))
+
+  with pytest.raises(TypeError, match="traced"):
+    jax.jit(program)(case.put(case.topk_idx))
+
+
+# Prints how many programs this process compiled and how many it found.
+_CACHED = """
+import json, sys
+import jax, jax.monitoring, numpy as np
+import ep
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+seen = []
+jax.monitoring.register_event_listener(lambda name, **_: seen.append(name))
+mesh = jax.make_mesh((4,), ("ep",))
+config = ep.MoEConfig(8, 4, 8, 2, dtype=np.float32)
+layer = ep.MoE(config, mesh, backend="xla", errors=sys.argv[2], name="moe")
+params, x = layer.init(jax.random.key(0)), np.zeros((8, 8), np.float32)
+program = jax.jit(layer).lower(params, x)
+del seen[:]
+program.compile()
+print(json.dumps([s for s in seen if "cache" in s]))
+"""
+
+
+@of_one_process
+@pytest.mark.parametrize("errors", ["flag", "raise"])
+def test_the_persistent_cache_keeps_programs_that_flag(tmp_path, errors):
+  script = tmp_path / "cached.py"
+  script.write_text(_CACHED)
+  hits = []
+  for _ in range(2):
+    code, output = programs.run(script, tmp_path / "cache", errors)
+    assert code == 0, output
+    hits.append("/jax/compilation_cache/cache_hits" in output.split("[")[-1])
+  assert hits == [False, errors == "flag"]
+  kept = [f for f in (tmp_path / "cache").iterdir() if "MoE" in f.name]
+  assert bool(kept) == (errors == "flag")
