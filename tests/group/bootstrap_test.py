@@ -279,15 +279,15 @@ def test_names_of_groups():
 
 def test_only_one_of_several_threads_finalizes_a_group(monkeypatch):
   group = bootstrap(make_mesh({"ep": 4}))
-  check = group.connection.check
+  raise_failures = group.connection.raise_failures
 
-  def check_slowly():
+  def raise_slowly():
     other = threading.Thread(target=group.connection.close)
     other.start()
     other.join()
-    check()
+    raise_failures()
 
-  monkeypatch.setattr(group.connection, "check", check_slowly)
+  monkeypatch.setattr(group.connection, "raise_failures", raise_slowly)
   ep.ep_finalize(group)
   assert not group.connection.is_open
 
