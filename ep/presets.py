@@ -17,6 +17,7 @@ import types
 import jax
 import jax.numpy as jnp
 
+from ep._src.base import arguments as _arguments
 from ep._src.moe.config import MoEConfig
 
 # Sizes: config.json of mistralai/Mixtral-8x7B-Instruct-v0.1 on Hugging Face,
@@ -174,13 +175,17 @@ def scaled(cfg: MoEConfig, divisor: int) -> MoEConfig:
 
   Raises:
     ValueError: the divisor does not divide one of these widths.
+    TypeError: `cfg` is no `ep.MoEConfig`, or the divisor no integer.
   """
+  what, cure = "ep.presets.scaled", "pass one of ep.presets"
+  _arguments.check_type(what, "cfg", cfg, MoEConfig, cure)
+  divisor = _arguments.integer(what, "divisor", divisor)
   widths = {
     name: getattr(cfg, name) for name in ("hidden", "inner", "shared_inner")
   }
   if divisor < 1 or any(width % divisor for width in widths.values()):
     raise ValueError(
-      f"presets.scaled: {divisor} does not divide"
+      f"{what}: {divisor} does not divide"
       f" {', '.join(f'{k} = {v}' for k, v in widths.items())}; choose a divisor"
       " of all of them."
     )

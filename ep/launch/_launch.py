@@ -102,8 +102,11 @@ def launch(
   Raises:
     ValueError: there are fewer GPUs than the ranks need, a number is out of
       range or too large for this machine, or the logs cannot be written.
-    TypeError: a number has a wrong type.
+    TypeError: an argument has a wrong type.
   """
+  argv = arguments.strings("ep.launch", "argv", argv)
+  for name, value in (env or {}).items():
+    arguments.string("ep.launch", f"env[{name!r}]", value)
   for name, count in [
     ("num_processes", num_processes),
     ("devices_per_process", devices_per_process),

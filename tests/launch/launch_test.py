@@ -516,36 +516,6 @@ def test_output_that_the_terminal_cannot_encode(monkeypatch):
   assert terminal.buffer.getvalue() == b"a caf\\xe9\nand more\n"
 
 
-@pytest.mark.parametrize(
-  "options, error, words",
-  [
-    (dict(num_processes=0), ValueError, ["num_processes = 0", "positive"]),
-    (dict(num_processes="2"), TypeError, ["num_processes = '2'", "integer"]),
-    (dict(devices_per_process=0), ValueError, ["devices_per_process = 0"]),
-    (dict(ranks_per_gpu=0), ValueError, ["ranks_per_gpu = 0", "positive"]),
-    (dict(timeout_s=0), ValueError, ["timeout_s = 0", "positive"]),
-    (dict(grace_s=float("nan")), ValueError, ["grace_s = nan", "positive"]),
-    (
-      dict(num_processes=1_000_000),
-      ValueError,
-      ["num_processes = 1000000", "can hold", "--oversubscribe"],
-    ),
-    (
-      dict(devices_per_process=100_000_000),
-      ValueError,
-      ["devices_per_process = 100000000", "can hold 0 such"],
-    ),
-    (dict(log_dir="/proc/nope"), ValueError, ["log_dir = '/proc/n", "another"]),
-  ],
-  ids=str,
-)
-def test_launch_refuses(options, error, words):
-  with pytest.raises(error) as info:
-    _launch_code("", **options)
-  for word in ["ep.launch", *words]:
-    assert word in str(info.value)
-
-
 def test_a_flag_starts_more_ranks_than_the_host_can_hold(monkeypatch):
   monkeypatch.setattr(limits, "_RANKS_PER_PROCESSOR", 0)
   with pytest.raises(ValueError, match="can hold 0 such processes"):

@@ -105,18 +105,3 @@ def test_derivatives_of_weights():
   _, grad = case.oracle.dispatch_bwd((case.tokens(), weights), (case.rows(), g))
   actual = case.run(derivatives, rows, weights, scales, g)
   assert_same(actual, (tangent, (grad, np.zeros_like(scales))))
-
-
-def test_errors():
-  case = Case(layer(), "skewed")
-  rows, weights, scales = inputs(case)
-  for error, words, args in [
-    (TypeError, "scales=", (rows, weights)),
-    (TypeError, "tokens is float32", (case.tokens(), weights, scales)),
-    (TypeError, "scales is int32", (rows, weights, scales.view(np.int32))),
-    (ValueError, "at least one scale", (rows, weights, scales[..., :0])),
-    (ValueError, "at least one scale", (rows, weights, scales[:4])),
-    (ValueError, "hidden_dim", (np.repeat(rows, 2, -1), weights, scales)),
-  ]:
-    with pytest.raises(error, match=words):
-      jax.eval_shape(global_view(case.layer, dispatch), case.topk_idx, *args)

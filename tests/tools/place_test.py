@@ -259,32 +259,3 @@ def test_empty_slots_relieve_the_rank_of_a_hot_expert():
   assert {2, 7, 8} in ranks
   again = ep.place(loads, 3, old=found)
   np.testing.assert_array_equal(again.experts, found.experts)
-
-
-def test_wrong_arguments_are_refused():
-  in_order = ep.Placement(range(8))
-  for loads, options, words in [
-    (np.ones((1, 2, 2, 8)), {}, r"loads have shape \(1, 2, 2, 8\), but \[E\]"),
-    (np.stack([np.ones((3, 8)), np.zeros((3, 8))]), {}, "not all zero"),
-    (-np.ones(8), {}, "none negative"),
-    (np.zeros(8), {}, "not all zero"),
-    (np.full(8, np.nan), {}, "all finite"),
-    (["many"] * 8, {}, "numbers are expected"),
-    ([], {}, "loads have shape"),
-    (np.ones(8), dict(nodes=3), "num_ranks = 8 and nodes = 3, but"),
-    (np.ones(8), dict(nodes=0), "nodes = 0, but they must be positive"),
-    (np.ones(8), dict(old=ep.Placement(range(4))), r"old has slots \(4,\)"),
-    (np.ones((2, 1, 8)), dict(old=in_order), r"must be \[2, 8\]"),
-    (np.ones(8), dict(move_cost=-1), "must not be negative"),
-    (np.ones(8), dict(move_cost=np.inf), "a finite number"),
-  ]:
-    with pytest.raises(ValueError, match=f"ep.place: .*{words}"):
-      ep.place(loads, 8, **options)
-  with pytest.raises(
-    TypeError, match="ep.place: num_ranks = 8.0 .* an integer"
-  ):
-    ep.place(np.ones(8), 8.0)
-  with pytest.raises(TypeError, match="ep.place: old is a range, but an ep.Pl"):
-    ep.place(np.ones(8), 8, old=range(8))
-  with pytest.raises(ValueError, match="experts have shape"):
-    ep.place(np.ones(8), 8, old=ep.Placement(jax.numpy.arange(8) // 2 * 2))

@@ -13,6 +13,8 @@ import os
 
 import jax
 
+from ep._src.base import arguments
+
 _checked = jax.make_user_context(
   default_value=os.environ.get("EP_CHECKED", "0") not in ("", "0")
 )
@@ -42,6 +44,7 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
   `errors="flag"`. In both modes `ep_prepare` compares a hash of the
   configurations of group and layer across the ranks.
   """
+  enabled = arguments.flag("ep.checked", "enabled", enabled)
   context: contextlib.AbstractContextManager[None] = _checked(enabled)
   return context
 

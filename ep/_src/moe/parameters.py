@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
+import numpy as np
 
 from ep._src.base import arguments, arrays
 from ep._src.moe.config import MoEConfig
@@ -48,15 +49,18 @@ def init(
       (see `with_slots`); None is E.
 
   Raises:
-    TypeError: the dtype is no float dtype.
+    TypeError: the dtype is no float dtype, or the config no `ep.MoEConfig`.
     ValueError: there are fewer slots than experts.
   """
+  _check_config("ep.moe.init", config)
   dtype = arrays.dtype("ep.moe.init", "dtype", dtype)
   if not jnp.issubdtype(dtype, jnp.floating):
     raise TypeError(
       f"ep.moe.init: dtype = {dtype}, but parameters are drawn as floats; pass"
       " a dtype such as jnp.bfloat16."
     )
+  if num_slots is not None:
+    num_slots = arguments.integer("ep.moe.init", "num_slots", num_slots)
   arguments.check(
     num_slots is None or num_slots >= config.num_experts,
     "ep.moe.init",
@@ -89,7 +93,17 @@ def partition_specs(
     axis_name: the EP axis.
     lead: the number of leading axes that are not split, such as 1 for layers
       that are stacked for `lax.scan`.
+
+  Raises:
+    ValueError, TypeError: an argument has a wrong type, or `lead` is negative.
   """
+  what = "ep.moe.partition_specs"
+  _check_config(what, config)
+  axis_name = arguments.string(what, "axis_name", axis_name)
+  lead = arguments.integer(what, "lead", lead)
+  arguments.check(
+    lead >= 0, what, f"lead = {lead}, but it is a number of axes."
+  )
   axes: dict[str | None, str | None] = {
     "experts": axis_name,
     "inner": config.tp_axis,
@@ -126,11 +140,31 @@ def with_slots(
       returned unchanged.
     num_slots: the new number of entries.
     axis_name: the EP axis.
+
+  Raises:
+    ValueError, TypeError: an argument has a wrong type, there is no slot, or an
+      array has fewer axes than its spec.
   """
+  what = "ep.moe.with_slots"
+  num_slots = arguments.integer(what, "num_slots", num_slots)
+  arguments.check(
+    num_slots > 0,
+    what,
+    f"num_slots = {num_slots}, but there must be a slot; pass"
+    " MoE.num_expert_slots, or the number of experts.",
+  )
+  axis_name = arguments.string(what, "axis_name", axis_name)
 
   def of(x: Any, spec: PartitionSpec) -> Any:
     at = split_axis(spec, axis_name)
-    if at is None or x.shape[at] == num_slots:
+    shape = np.shape(x)
+    arguments.check(
+      at is None or at < len(shape),
+      what,
+      f"an array of shape {shape} has the spec {spec}; pass the specs of these"
+      " arrays, such as MoE.specs().",
+    )
+    if at is None or shape[at] == num_slots:
       return x
     if isinstance(x, jax.Array):  # JAX cannot split E entries over P ranks
       rest = PartitionSpec(*spec[:at], None, *spec[at + 1 :])
@@ -142,6 +176,14 @@ def with_slots(
 
   fitted: _Tree = jax.tree.map(of, arrays, jax.tree.broadcast(specs, arrays))
   return fitted
+
+
+def _check_config(what: str, config: MoEConfig) -> None:
+  if not isinstance(config, MoEConfig):
+    raise TypeError(
+      f"{what}: config is a {type(config).__name__}, but an ep.MoEConfig is"
+      " expected."
+    )
 
 
 def split_axis(spec: PartitionSpec, axis_name: str) -> int | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ep._src.base import arguments, arrays
 from ep._src.base.arrays import iota
-from ep._src.group.group import EpGroup
+from ep._src.group.group import check_group, EpGroup
 from ep._src.lax.ragged_all_to_all import ragged_all_to_all
 from ep._src.moe.parameters import split_axis
 from ep._src.ops import views
@@ -185,6 +185,7 @@ def move(
     TypeError: an argument is no placement, or an array holds PRNG keys.
   """
   op = "ep.moe.move"
+  check_group(op, group)
   view = views.View.of(group, op)
   if old is None and new is None:
     return arrays

@@ -1,0 +1,745 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each argument of each public function is refused by name if it is wrong.
+
+A row is a change of good arguments, the type of the error, and a pattern that
+its message matches. Arrays are refused when a program is traced.
+"""
+
+import functools
+import inspect
+import math
+import operator
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+import numpy as np
+import pytest
+
+from conftest import make_mesh
+import ep
+from groups import BACKEND, E, group, H, K, layer, T
+from layer_steps import draw_params
+
+N = 4 * T  # tokens of all ranks
+C = 4 * T * 2  # the worst case with two local experts
+V, F = ValueError, TypeError
+PLAIN = dict(
+  hidden=H, inner=6, num_experts=E, top_k=K, gated=False, name="moe_3"
+)
+
+
+def zeros(*shape, dtype=np.float32):
+  return np.zeros(shape, dtype)
+
+
+def ids(*shape, dtype=np.int32):
+  return np.full(shape, -1, dtype)
+
+
+IDS, WEIGHTS, ROWS = ids(N, K), zeros(N, K), zeros(4, C, H)
+NAN, BOTH = math.nan, PartitionSpec(("dp", "ep"))
+
+
+def handle(where=group):
+  return ep.ep_prepare(ep.EpLayerConfig(where(), name="moe_3"), IDS)
+
+
+def narrow():
+  return group(max_token_dtype=jnp.bfloat16)
+
+
+def fp8(**options):
+  rows = zeros(N, H, dtype=jnp.float8_e4m3fn)
+  return dict(tokens=rows, scales=zeros(N, 1)) | options
+
+
+def moe(params=None, x=None, config=None, options=None, **call):
+  """Calls an `ep.MoE` of `PLAIN`, changed by `config`."""
+  config = ep.MoEConfig(**(PLAIN | (config or {})))
+  made = ep.MoE(config, group("ep4"), **(options or {}))
+  good = draw_params(config, np.zeros)
+  params = good | params if isinstance(params, dict) else params or good
+  return made(params, zeros(N, H) if x is None else x, **call)
+
+
+def ragged(**arguments):
+  """Calls `ep.lax.ragged_all_to_all` in a shard_map over "ep"."""
+  call = functools.partial(ep.lax.ragged_all_to_all, **arguments)
+  out = PartitionSpec("ep")
+  mapped = jax.shard_map(call, mesh=group().mesh, in_specs=(), out_specs=out)
+  return mapped()
+
+
+# For each function: good arguments, and the rows.
+TABLE = {
+  "ep_bootstrap": lambda: (
+    dict(mesh=make_mesh({"dp": 2, "ep": 2}), num_experts=E, backend=BACKEND),
+    [
+      (dict(mesh=None), F, "mesh = None .*jax.sharding.Mesh"),
+      (dict(mesh=AbstractMesh((0,), ("ep",))), V, "{'ep': 0} has no devices"),
+      (dict(axis_name="expert"), V, "axis_name = 'expert'.*'dp', 'ep'"),
+      (dict(axis_name=2), F, "axis_name"),
+      (dict(data_axes=("tp",)), V, "data_axes = .'tp'.*'dp'"),
+      (dict(data_axes=("ep",)), V, "data_axes"),
+      (dict(data_axes=("dp", "dp")), V, "data_axes"),
+      (dict(data_axes="dp"), F, "data_axes = 'dp' is a str.*tuple"),
+      (dict(data_axes=5), F, "data_axes = 5 is a int.*tuple"),
+      (dict(num_experts=0), V, "num_experts = 0"),
+      (dict(num_experts=8.0), F, "num_experts = 8.0 is a float.*integer"),
+      (dict(num_experts=2**31), V, "num_experts = 2147483648.*2.31"),
+      (dict(max_tokens_per_rank=0), V, "max_tokens_per_rank = 0"),
+      (dict(max_tokens_per_rank=2.5), F, "max_tokens_per_rank = 2.5"),
+      (
+        dict(max_tokens_per_rank=2**29, top_k=2),
+        V,
+        "2147483652 rows .*536870912 tokens.*top_k = 2",
+      ),
+      (dict(hidden_dim=0), V, "hidden_dim = 0"),
+      (dict(hidden_dim="64"), F, "hidden_dim = '64' is a str.*integer"),
+      (dict(top_k=E + 1), V, "top_k = 9.*8"),
+      (dict(top_k=0), V, "top_k = 0"),
+      (dict(top_k=True), F, "top_k = True is a bool.*integer"),
+      (
+        dict(recv_capacity_per_rank=15, alignment=4),
+        V,
+        "recv_capacity_per_rank = 15.*16",
+      ),
+      (
+        dict(recv_capacity_per_rank=18, alignment=4),
+        V,
+        "recv_capacity_per_rank = 18.* multiple of alignment = 4",
+      ),
+      (dict(recv_capacity_per_rank=0), V, "recv_capacity_per_rank = 0"),
+      (dict(recv_capacity_per_rank=[8]), F, r"recv_capacity_per_rank = \[8\]"),
+      (dict(alignment=-1), V, "alignment = -1"),
+      (dict(alignment=np.float32(2)), F, "alignment.*float32.*integer"),
+      (dict(alignment=2**29), V, "alignment = 536870912.*4 local.*32 bits"),
+      (dict(max_token_dtype=jnp.int32), V, "max_token_dtype = int32"),
+      (dict(max_token_dtype="float"), V, "max_token_dtype = float64"),
+      (dict(max_token_dtype="half precision"), F, "max_token_dtype = 'half"),
+      (dict(overflow="wrap"), V, "overflow = 'wrap'.*error.*drop"),
+      (dict(overflow=np.arange(2)), V, r"overflow = array\(\[0, 1\]\).*error"),
+      (dict(drop_by="first"), V, "drop_by = 'first'"),
+      (dict(backend="gloo"), V, "backend = 'gloo'.*'host'"),
+      (dict(backend=["host"]), V, r"backend = \['host'\].*'host'"),
+      (dict(backend="nccl"), V, "backend = .nccl.*cpu"),
+      (dict(errors="print"), V, "errors = 'print'.*raise.*flag"),
+      (dict(max_num_sms=-1), V, "max_num_sms = -1"),
+      (dict(max_num_sms=2.0), F, "max_num_sms = 2.0 is a float.*integer"),
+      (dict(timeout_s=0), V, "timeout_s = 0"),
+      (dict(timeout_s=NAN), V, "timeout_s = nan"),
+      (dict(timeout_s="60"), F, "timeout_s = '60' is a str"),
+      (dict(exit_after_s=0), V, "exit_after_s = 0"),
+      (dict(name=5), F, "name = 5 is a int.*string"),
+    ],
+  ),
+  "ep_finalize": lambda: (
+    dict(group=None),
+    [(dict(group="g"), F, "group is a str, but an EpGroup.*ep_boot")],
+  ),
+  "ep_resize": lambda: (
+    dict(group=group()),
+    [
+      (dict(group=None), F, "ep_resize: group is a NoneType, but an EpGroup"),
+      (dict(mesh=None), F, "mesh cannot change.*hidden_dim"),
+      (dict(hidden_dim=0), V, "hidden_dim = 0, but it must be positive"),
+      (dict(top_k=E + 1), V, "a layer of only defaults fails: .*top_k = 9"),
+      (dict(max_token_dtype=jnp.int8), V, "max_token_dtype = int8"),
+    ],
+  ),
+  "EpLayerConfig": lambda: (
+    dict(group=group(), name="moe_3"),
+    [
+      (dict(group=layer()), F, "group is a EpLayerConfig.*ep_bootstrap"),
+      (dict(top_k=E + 1), V, "moe_3.*top_k = 9.*8"),
+      (dict(top_k=2.0), F, "moe_3.*top_k = 2.0 is a float.*integer"),
+      (dict(alignment=2**30), V, "alignment = 1073741824.*32 bits"),
+      (
+        dict(alignment=4, recv_capacity_per_rank=4),
+        V,
+        "recv_capacity_per_rank = 4.*at least 8",
+      ),
+      (
+        dict(alignment=4, recv_capacity_per_rank=10),
+        V,
+        "recv_capacity_per_rank = 10.*alignment = 4",
+      ),
+      (dict(recv_capacity_per_rank=2**31), V, "recv_capacity_per_rank.*2.31"),
+      (dict(capacity_factor=0.0), V, "capacity_factor = 0.0.*be positive"),
+      (dict(capacity_multiple=0), V, "capacity_multiple = 0"),
+      (dict(capacity_multiple=None), F, "capacity_multiple = None.*integer"),
+      (
+        dict(capacity_multiple=2**31 - 1, alignment=128),
+        V,
+        "274877906816 rows.*capacity_multiple = 2147483647.*32 bits",
+      ),
+      (dict(overflow="wrap"), V, "overflow = 'wrap'.*error.*drop"),
+      (dict(drop_by="first"), V, "drop_by = 'first'.*slot.*fair"),
+      (dict(drop_by="fair"), V, 'drop_by = .fair.*overflow="drop"'),
+      (dict(tail="nan"), V, "tail = 'nan'.*zero.*unspecified"),
+      (dict(wire="fp8"), V, "wire = 'fp8'.*mxfp8"),
+      (dict(name="a\nb"), V, r"'a\\nb', but it must have no characters"),
+    ],
+  ),
+  "ep_prepare": lambda: (
+    dict(layer=layer(name="moe_3"), topk_idx=IDS),
+    [
+      (dict(layer=group()), F, "layer is a EpGroup.*EpLayerConfig.group"),
+      (dict(layer=layer(overflow="chunk", capacity_factor=1.0)), V, "ep.MoE"),
+      (dict(topk_idx=ids(N)), V, r"moe_3.*topk_idx.*\(20,\).*top_k\] = .*3"),
+      (dict(topk_idx=ids(N, K + 1)), V, r"topk_idx.*\(20, 4\)"),
+      (dict(topk_idx=WEIGHTS), F, "topk_idx is float32.*int32"),
+      (dict(topk_idx=IDS.astype(np.uint32)), V, "holds 4294967295.*2.31"),
+      (dict(topk_idx=ids(4, 2, 3, K)), V, "6 tokens.*max_tokens_per_rank = 5"),
+      (dict(topk_idx=ids(N - 1, K)), V, r"\(19, 3\).*multiple of 4.*pad=True"),
+      (dict(topk_weights=zeros(N)), V, r"topk_weights has shape \(20,\)"),
+      (dict(topk_weights=IDS), F, "topk_weights is int32"),
+      (
+        dict(layer=layer(overflow="drop", drop_by="fair")),
+        V,
+        "topk_weights is None; pass the weights",
+      ),
+    ],
+  ),
+  "ep_dispatch": lambda: (
+    dict(handle=handle(), tokens=zeros(N, H), topk_weights=WEIGHTS),
+    [
+      (dict(handle=group()), F, "handle is a EpGroup.*ep_prepare returned"),
+      (dict(tokens=zeros(N)), V, r"moe_3.*tokens.*\(20,\)"),
+      (dict(tokens=zeros(N, H + 1)), V, "tokens.*8.*hidden_dim = 7"),
+      (dict(tokens=zeros(N, 0)), V, r"tokens.*\(20, 0\).*least one element"),
+      (dict(tokens=zeros(N - 4, H)), V, r"tokens.*\(16, 7\).*5"),
+      (dict(tokens=zeros(4, T, H)), V, r"tokens.*\(4, 5, 7\).*5"),
+      (dict(tokens=zeros(6, H)), V, r"\(6, 7\).*multiple of 4.*pad=True"),
+      (dict(tokens=ids(N, H)), F, "tokens is int32.*float32"),
+      (dict(handle=handle(narrow)), F, "float32.*max_token_dtype is bfloat16"),
+      (dict(topk_weights=zeros(N)), V, r"topk_weights.*\(20,\)"),
+      (dict(topk_weights=zeros(N, 2)), V, r"topk_weights.*\(20, 2\).*3"),
+      (dict(topk_weights=zeros(16, K)), V, r"topk_weights.*\(16, 3\).*5"),
+      (dict(topk_weights=ids(N, K)), F, "topk_weights is int32.*float"),
+      (dict(scales=zeros(N, 1)), F, "tokens is float32"),
+      (fp8(scales=None), F, "scales="),
+      (fp8(scales=ids(N, 1)), F, "scales is int32"),
+      (fp8(scales=zeros(N, 0)), V, "at least one scale"),
+      (fp8(scales=zeros(4, 1)), V, "at least one scale"),
+    ],
+  ),
+  "ep_combine": lambda: (
+    dict(handle=handle(), expert_out=ROWS),
+    [
+      (dict(handle=[1]), F, "handle is a list.*ep_prepare returned"),
+      (dict(expert_out=zeros(4, H)), V, r"moe_3.*expert_out.*\(4, 7\).*40"),
+      (dict(expert_out=zeros(4, C - 1, H)), V, r"expert_out.*\(4, 39, 7\).*40"),
+      (dict(expert_out=zeros(2, C, H)), V, r"expert_out.*\(2, 40, 7\).*4"),
+      (dict(expert_out=zeros(4, C, H + 1)), V, "expert_out.*8.*hidden_dim = 7"),
+      (dict(expert_out=ids(4, C, H)), F, "expert_out is int32.*float32"),
+      (
+        dict(weights=zeros(4, C, 1)),
+        V,
+        r"weights is float32\[4, 40, 1\].*\[4, 40\]",
+      ),
+      (dict(weights=zeros(N, K)), V, r"weights is float32\[20, 3\]"),
+      (dict(weights=ids(4, C)), V, "weights is int32.*floating"),
+    ],
+  ),
+  "moe_layer": lambda: (
+    dict(
+      layer=layer(name="moe_3"),
+      tokens=zeros(N, H),
+      topk_idx=IDS,
+      topk_weights=WEIGHTS,
+      w_up=zeros(E, H, 2),
+      w_down=zeros(E, 2, H),
+    ),
+    [
+      (dict(layer=group()), F, "layer is a EpGroup.*EpLayerConfig.group"),
+      (dict(tokens=zeros(6, H)), V, r"moe_3.*\(6, 7\), \(20, 3\).*route these"),
+      (dict(tokens=zeros(N, H, dtype=np.float16)), F, "float32.*float16"),
+      (dict(topk_idx=ids(8, K)), V, r"topk_idx.*\(8, 3\)"),
+      (dict(topk_weights=zeros(8, K)), V, r"topk_weights.*\(8, 3\)"),
+      (dict(w_up=None), F, "moe_3.*w_up=..., w_down=..."),
+      (dict(w_up=zeros(E, H + 1, 2)), V, r"w_up has shape \(8, 8, 2\)"),
+      (dict(w_up=zeros(2, H, 2)), V, "each of all experts"),
+      (dict(w_down=zeros(E, H, 2)), V, r"w_down has shape \(8, 7, 2\)"),
+      (dict(w_gate=zeros(E, H, 3)), V, r"w_gate has shape \(8, 7, 3\)"),
+      (dict(activation="gelu"), F, "activation.*'gelu' is a str.*jax.nn.gelu"),
+      (dict(experts=max), F, r"experts and \['w_up', 'w_down'\]"),
+      (dict(experts=3, w_up=None, w_down=None), F, "experts = 3"),
+      (dict(params=zeros(E, 1)), F, "or experts=... and params=..."),
+      (
+        dict(experts=max, params=zeros(3, 2), w_up=None, w_down=None),
+        V,
+        r"params has shape \(3, 2\), but \[8, ...\]",
+      ),
+      (
+        dict(experts=max, params=ids(E, 2), w_up=None, w_down=None),
+        F,
+        "params is int32",
+      ),
+      (dict(return_handle=1), F, "return_handle = 1 .*True or False"),
+      (dict(pad="yes"), F, "pad = 'yes' .*True or False"),
+    ],
+  ),
+  "MoEConfig": lambda: (
+    dict(PLAIN),
+    [
+      (dict(hidden=0), V, "moe_3.*hidden = 0, but it must be at least 1"),
+      (dict(inner=0), V, "inner = 0, but it must be at least 1"),
+      (dict(num_experts="8"), F, "num_experts = '8' is a str"),
+      (dict(top_k=E + 1), V, "top_k = 9, but it must be in 1..num_experts = 8"),
+      (dict(gated="no"), F, "gated = 'no' .* is expected"),
+      (dict(activation="gelu"), F, "'gelu' is a str.*jax.nn.gelu"),
+      (dict(up_activation=jnp.tanh), V, "gated = False"),
+      (dict(biases=np.array([1, 0])), F, r"biases = .* is expected"),
+      (dict(router_bias="no"), F, "router_bias = 'no' .* is expected"),
+      (dict(shared_inner=-1), V, "shared_inner = -1"),
+      (dict(weigh="never"), V, "weigh = 'never'"),
+      (dict(score="relu"), V, "score = 'relu', but it must be one of"),
+      (dict(normalize=None), F, "normalize = None .* is expected"),
+      (dict(scale="2"), F, "scale = '2' .* is expected"),
+      (dict(scale=NAN), V, "scale = nan, but it must be a finite number"),
+      (dict(jitter=2.0), V, "jitter = 2.0"),
+      (dict(jitter=NAN), V, "jitter = nan"),
+      (dict(jitter=True), F, "jitter = True .* is expected"),
+      (dict(num_groups=3), V, "num_groups = 3 does not divide"),
+      (dict(num_groups="1"), F, "num_groups = '1' .* is expected"),
+      (dict(num_groups=2, top_groups=3), V, "top_groups = 3"),
+      (dict(num_groups=2, group_best=9), V, "group_best = 9"),
+      (dict(balance="all"), V, "balance = 'all'"),
+      (dict(capacity_factor=-1.0), V, "capacity_factor = -1.0"),
+      (dict(capacity_factor=math.inf), V, "capacity_factor = inf"),
+      (dict(capacity_factor="1.25"), F, "capacity_factor = '1.25' .* is exp"),
+      (dict(overflow="wrap"), V, "overflow = 'wrap'"),
+      (dict(drop_by="first"), V, "drop_by = 'first'"),
+      (dict(token_chunks=0), V, "token_chunks = 0"),
+      (dict(wire="fp8"), V, "wire = 'fp8'"),
+      (dict(wire="mxfp8", hidden=48), V, "rows have 48 elements"),
+      (dict(wire="fp8_block128", hidden=64), V, "rows have 64 elements"),
+      (dict(overlap="no"), F, "overlap = 'no' .* is expected"),
+      (dict(tp_axis=1), F, "tp_axis = 1 .* is expected"),
+      (dict(tp_axis="x", fsdp_axis="x"), V, "tp_axis and fsdp_axis are both"),
+      (dict(fsdp_axis=0), F, "fsdp_axis = 0 .* is expected"),
+      (dict(deterministic=1), F, "deterministic = 1 .* is expected"),
+      (dict(dtype="int8"), V, "dtype = int8"),
+      (dict(name="moe\0"), V, r"name = 'moe\\x00'"),
+    ],
+  ),
+  "MoE": lambda: (
+    dict(config=ep.MoEConfig(**PLAIN), where=group("ep4")),
+    [
+      (dict(config=PLAIN), F, "config is a dict, but an ep.MoEConfig"),
+      (dict(where=4), F, "MoE: where = 4 is a int, but a mesh or"),
+      (dict(name=5), F, "name = 5 is a int"),
+      (dict(timeout_s=3), F, r"\['timeout_s'\] are options of ep_bootstrap"),
+      *(
+        (dict(config=ep.MoEConfig(**(PLAIN | change))), V, words)
+        for change, words in [
+          (dict(num_experts=4), "num_experts = 4, but the group has 8"),
+          (dict(hidden=H + 1), "but the group's rows have hidden_dim"),
+          (dict(tp_axis="ep"), "tp_axis = 'ep', but it must be one of the"),
+          (dict(drop_by="fair", overflow="drop"), "None leaves room"),
+          (dict(drop_by="fair", capacity_factor=1.0), 'overflow="drop" as'),
+        ]
+      ),
+      (
+        dict(
+          config=ep.MoEConfig(**PLAIN, tp_axis="dp"), where=group("dp2_ep2")
+        ),
+        V,
+        r"splits tokens.*data_axes=\(\)",
+      ),
+    ],
+  ),
+  "MoE.__call__": lambda: (
+    {},
+    [
+      (dict(x=zeros(N, H + 1)), V, r"moe_3.*x has shape \(20, 8\)"),
+      (dict(params=7), V, "params holds <class 'int'>, but the config has"),
+      (dict(params=dict(more=1)), V, "params holds .*'more'.*but the config"),
+      (dict(params=dict(router=zeros(H, 7))), V, r"params\['router'\] has sha"),
+      (dict(params=dict(router=ids(H, E))), F, r"params\['router'\] is int32"),
+      (dict(params=dict(w_up=None)), F, r"params\['w_up'\] = None is a NoneT"),
+      (dict(state=np.zeros(E)), F, "state is a ndarray, but an ep.moe.State"),
+      (dict(mask=np.ones(5, bool)), V, r"mask has shape \(5,\)"),
+      (dict(forced_idx=np.zeros((N, K))), F, "forced_idx is float64|float32"),
+      (dict(captured_idx=zeros(N, K)), F, "captured_idx is float32, but"),
+      (dict(captured_idx=ids(N)), V, r"captured_idx has shape \(20,\)"),
+      (dict(config=dict(jitter=0.5)), V, r"pass key=jax.random.key\("),
+      (dict(pad=1), F, "pad = 1 .*True or False"),
+      (dict(placement=[1, 0]), F, "placement is a list, but an ep.Placement"),
+      (
+        dict(placement=ep.Placement(range(E + 1))),
+        V,
+        r"placement has slots \(9,\), but 8 are expected: one for",
+      ),
+      (dict(placement=ep.Placement([range(E)])), V, "is of several layers"),
+      (dict(config=dict(balance="sequence")), V, "balance = 'sequence' needs"),
+    ],
+  ),
+  "grouped_matmul": lambda: (
+    dict(rows=zeros(3, 5), matrices=zeros(2, 5, 7), group_sizes=ids(2) + 1),
+    [
+      (dict(rows=zeros(1, 3, 5)), V, r"rows \(1, 3, 5\), matrices"),
+      (
+        dict(rows=ids(3, 5), matrices=ids(2, 5, 7)),
+        F,
+        "rows are int32, but fl",
+      ),
+      (
+        dict(rows=zeros(0, 5), group_sizes=ids(2) + 2),
+        V,
+        "there are no rows; pass zeros",
+      ),
+      (dict(matrices=zeros(2, 4, 7)), V, r"matrices \(2, 4, 7\)"),
+      (dict(matrices=zeros(5, 7)), V, r"matrices \(5, 7\)"),
+      (dict(matrices=zeros(2, 5, 7, dtype=np.float16)), V, "convert one"),
+      (dict(group_sizes=ids(3)), V, r"\(3,\)"),
+      (dict(group_sizes=zeros(2)), F, "group_sizes is float32"),
+    ],
+  ),
+  "route_topk": lambda: (
+    dict(logits=zeros(3, E), top_k=2),
+    [
+      (dict(logits=ids(3, E)), F, "logits are int32, but floats"),
+      (dict(top_k=E + 1), V, "top_k = 9.*between 1 and 8"),
+      (dict(top_k=2.0), F, "top_k = 2.0 is a float"),
+      (dict(score="relu"), V, "score = 'relu'"),
+      (dict(normalize="no"), F, "normalize = 'no'"),
+      (dict(scale="2"), F, "scale = '2'"),
+      (dict(scale=NAN), V, "scale = nan"),
+      (dict(selection_bias=zeros(3)), V, r"selection_bias has shape \(3,\)"),
+      (dict(selection_bias=np.full(E, NAN)), V, r"selection_bias\[0\] = nan"),
+      (dict(mask=zeros(3)), F, "mask is float32, but bools .*; pass mask != 0"),
+      (dict(mask=np.ones(2, bool)), V, r"mask has shape \(2,\)"),
+      (dict(num_groups=3), V, "num_groups = 3 does not divide"),
+      (dict(top_k=5, num_groups=4, top_groups=2), V, "of 2 experts hold only"),
+      (dict(num_groups=2, top_groups=3), V, "top_groups = 3"),
+      (dict(top_k=1, num_groups=8), V, "group_best = 2, but groups have 1 exp"),
+      (
+        dict(num_groups=2, group_best=9),
+        V,
+        "group_best = 9, but groups have 4",
+      ),
+      (dict(forced_idx=zeros(3, 2)), F, "forced_idx is float32"),
+      (dict(forced_idx=ids(3, 1)), V, r"forced_idx has shape \(3, 1\).*\(3, 2"),
+      (dict(captured_idx=ids(1, 2)), V, r"captured_idx has shape \(1, 2\)"),
+      (
+        dict(captured_idx=0, forced_idx=0),
+        V,
+        "got forced_idx and captured_idx",
+      ),
+      (dict(jitter=0.1), V, r"pass key=jax.random.key\("),
+      (dict(jitter=1.0, key=1), V, "at least 0 and less than 1"),
+      (dict(jitter=0.1, key=1), F, "key"),
+    ],
+  ),
+  "topk_from_map": lambda: (
+    dict(routing_map=np.zeros((4, E), bool), probs=zeros(4, E), top_k=K),
+    [
+      (dict(routing_map=ids(4, E)), F, "routing_map is int32, but a map of"),
+      (dict(routing_map=np.ones((4, E), bool)), V, r"\[0\] marks 8 experts, "),
+      (dict(probs=np.zeros((4, E), bool)), F, "probs is bool, but a float"),
+      (dict(probs=zeros(3, E)), V, r"routing_map has shape \(4, 8\) and probs"),
+      (dict(top_k=E + 1), V, "top_k = 9, but maps of shape"),
+      (dict(top_k=2.5), F, "top_k = 2.5 is a float"),
+    ],
+  ),
+  "load_balancing_loss": lambda: (
+    dict(logits=zeros(2, 4, E), topk_idx=ids(2, 4, K)),
+    [
+      (dict(logits=ids(2, 4, E)), F, "logits are int32, but floats"),
+      (dict(topk_idx=ids(2, 3, K)), V, r"topk_idx has shape \(2, 3, 3\)"),
+      (dict(topk_idx=zeros(2, 4, K)), F, "topk_idx is float32"),
+      (dict(score="relu"), V, "load_balancing_loss: score = 'relu'"),
+      (dict(mask=np.ones(2, bool)), V, r"mask has shape \(2,\)"),
+    ],
+  ),
+  "sequence_balancing_loss": lambda: (
+    dict(logits=zeros(2, 4, E), topk_idx=ids(2, 4, K)),
+    [
+      (dict(logits=zeros(E), topk_idx=ids(K)), V, r"logits have shape \(8,\)"),
+      (dict(topk_idx=ids(2, 3, K)), V, r"topk_idx has shape \(2, 3, 3\)"),
+      (dict(score="relu"), V, "sequence_balancing_loss: score = 'relu'"),
+      (dict(mask=zeros(2, 4)), F, "mask is float32, but bools .*mask != 0"),
+    ],
+  ),
+  "router_z_loss": lambda: (
+    dict(logits=zeros(2, E)),
+    [
+      (dict(logits=ids(2, E)), F, "router_z_loss: logits are int32, but"),
+      (dict(mask=zeros(2)), F, "router_z_loss: mask is float32"),
+    ],
+  ),
+  "router_entropy": lambda: (
+    dict(logits=zeros(2, E)),
+    [
+      (dict(logits=ids(2, E)), F, "router_entropy: logits are int32, but"),
+      (dict(mask=ids(2)), F, "router_entropy: mask is int32"),
+    ],
+  ),
+  "Placement": lambda: (
+    {},
+    [
+      (dict(experts=3), V, "ep.Placement: experts have shape"),
+      (dict(experts=[0, 2]), V, "ep.Placement: experts have shape"),
+      (dict(experts=[0, 2**60]), V, "ep.Placement: experts have shape"),
+      (dict(experts=[[0, 1], [1, 1]]), V, "ep.Placement: experts have shape"),
+      (dict(experts=zeros(0, 4, dtype=int)), V, "experts have shape"),
+      (dict(experts=[0.5, 1.5]), F, "float64, but integers are expected"),
+      (dict(experts=jnp.arange(2.0)), F, "float32, but integers are expected"),
+      (dict(experts=jnp.int32(0)), V, r"experts have shape \(\), but they"),
+    ],
+  ),
+  "place": lambda: (
+    dict(loads=np.ones(8), num_ranks=8),
+    [
+      (dict(loads=np.ones((1, 2, 2, 8))), V, r"\(1, 2, 2, 8\), but \[E\]"),
+      (dict(loads=np.eye(2, 8)[:1] * 0), V, "not all zero"),
+      (dict(loads=-np.ones(8)), V, "none negative"),
+      (dict(loads=np.zeros(8)), V, "not all zero"),
+      (dict(loads=np.full(8, NAN)), V, "all finite"),
+      (dict(loads=["many"] * 8), V, "numbers are expected"),
+      (dict(loads=[]), V, "loads have shape"),
+      (dict(num_ranks=8.0), F, "ep.place: num_ranks = 8.0 .* an integer"),
+      (dict(nodes=3), V, "num_ranks = 8 and nodes = 3, but"),
+      (dict(nodes=0), V, "nodes = 0, but they must be positive"),
+      (dict(old=range(8)), F, "ep.place: old is a range, but an ep.Placement"),
+      (dict(old=ep.Placement(range(4))), V, r"old has slots \(4,\)"),
+      (
+        dict(loads=np.ones((2, 1, 8)), old=ep.Placement(range(8))),
+        V,
+        r"must be \[2, 8\]",
+      ),
+      (dict(move_cost=-1), V, "must not be negative"),
+      (dict(move_cost=math.inf), V, "a finite number"),
+    ],
+  ),
+  "describe": lambda: (
+    {},
+    [
+      (dict(handle=layer()), F, "describe: handle is a EpLayerConfig.*EpHandle")
+    ],
+  ),
+  "check": lambda: (
+    {},
+    [(dict(result=layer()), F, "check: result = EpLayerConfig.*Metrics")],
+  ),
+  "checked": lambda: (
+    {},
+    [(dict(enabled="no"), F, "enabled = 'no'.*True or False")],
+  ),
+  "watch": lambda: (
+    {},
+    [
+      (dict(stall_s=0), V, "stall_s = 0, but it must be a positive number"),
+      (dict(exit_after_s=-1.0), V, "exit_after_s = -1.0, but it must be a pos"),
+    ],
+  ),
+  "assert_no_hidden_collectives": lambda: (
+    dict(compiled=jax.jit(jnp.sin).lower(1.0).compile()),
+    [
+      (dict(compiled=jax.jit(jnp.sin)), F, r"compiled.*\.lower\(.*\.compile"),
+      (dict(allow="psum"), F, "allow = 'psum' is a str"),
+    ],
+  ),
+  "assert_ordered_collectives": lambda: (
+    {},
+    [(dict(compiled=jnp.sin), F, r"compiled.*\.lower\(.*\.compile")],
+  ),
+  "keep_routing": lambda: (
+    {},
+    [(dict(x="idx"), F, "'str'> is not a valid JAX type")],
+  ),
+  "ordered_psum": lambda: (
+    dict(x=zeros(2)),
+    [(dict(axis_name="dp"), NameError, "unbound axis name: dp")],
+  ),
+  "moe.init": lambda: (
+    dict(key=jax.random.key(0), config=ep.MoEConfig(**PLAIN)),
+    [
+      (dict(key=0), F, "invalid PRNG key"),
+      (dict(config=PLAIN), F, "ep.moe.init: config is a dict"),
+      (dict(dtype="int8"), F, "ep.moe.init: dtype = "),
+      (dict(num_slots=1), V, "ep.moe.init: num_slots = 1"),
+    ],
+  ),
+  "moe.partition_specs": lambda: (
+    dict(config=ep.MoEConfig(**PLAIN)),
+    [
+      (dict(config=PLAIN), F, "partition_specs: config is a dict"),
+      (dict(axis_name=3), F, "partition_specs: axis_name = 3"),
+      (dict(lead=-1), V, "partition_specs: lead = -1"),
+    ],
+  ),
+  "moe.with_slots": lambda: (
+    dict(arrays=zeros(7, 2), specs=PartitionSpec("ep"), num_slots=E),
+    [
+      (dict(arrays=7), V, r"with_slots: an array of shape \(\) has the spec"),
+      (dict(specs=PartitionSpec(None, None, "ep")), V, "with_slots: an array"),
+      (dict(num_slots=0), V, "with_slots: num_slots = 0"),
+      (dict(axis_name=3), F, "with_slots: axis_name = 3"),
+    ],
+  ),
+  "moe.move": lambda: (
+    dict(
+      group=group(),
+      arrays={"w": zeros(E, 2)},
+      specs=PartitionSpec("ep"),
+      old=None,
+      new=ep.Placement(range(E)),
+    ),
+    [
+      (dict(group=None), F, "move: group is a NoneType"),
+      (dict(arrays={"w": zeros(7, 2)}), V, r"arrays\['w'\] of shape \(7, 2\)"),
+      (dict(specs=PartitionSpec(None, "ep")), V, r"\(8, 2\): has not 8"),
+      (dict(specs=BOTH), V, r"is split by \('dp', 'ep'\), but"),
+      (dict(old=[0, 1]), F, "old is a list, but an ep.Placement"),
+      (dict(new=ep.Placement(range(E + 1))), V, r"new has slots \(9,\), but"),
+      (
+        dict(new=ep.Placement([range(E)] * 3)),
+        V,
+        r"a placement is of layers \(3,\), but .* \(\)",
+      ),
+    ],
+  ),
+  "quant.quantize": lambda: (
+    dict(x=zeros(2, 128), format="mxfp8"),
+    [
+      (dict(x=zeros(2, 33)), V, "multiple of 32"),
+      (dict(x=zeros(2, 0)), V, "0 elements"),
+      (dict(x=ids(2, 128)), F, "int32"),
+      (dict(format="fp8"), V, "'fp8'.*mxfp8"),
+      (dict(x=np.float32(0), format="fp8_block128"), V, "multiple of 128"),
+    ],
+  ),
+  "quant.dequantize": lambda: (
+    dict(
+      rows=zeros(2, 128, dtype=jnp.float8_e4m3fn),
+      scales=zeros(2, 4),
+      dtype="float32",
+    ),
+    [
+      (dict(rows=zeros(2, 128)), F, "rows is float32"),
+      (dict(scales=ids(2, 4)), F, "int32"),
+      (dict(scales=zeros(1, 4)), V, r"\[..., S\]"),
+      (dict(scales=zeros(2, 3)), V, "divide"),
+      (dict(dtype="half precision"), F, "half precision"),
+    ],
+  ),
+  "lax.ragged_all_to_all": lambda: (
+    dict(
+      operand=zeros(3, H),
+      output=zeros(3, H),
+      input_offsets=ids(4) * 0,
+      send_sizes=ids(4) * 0,
+      output_offsets=ids(4) * 0,
+      recv_sizes=ids(4) * 0,
+      axis_name="ep",
+    ),
+    [
+      (dict(operand=zeros(3)), V, "ragged_all_to_all"),
+      (dict(output=zeros(3, H + 1)), V, "ragged_all_to_all"),
+      (dict(input_offsets=ids(3)), V, "input_offsets"),
+      (dict(send_sizes=zeros(4)), F, "send_sizes"),
+      (dict(output_offsets=ids(3)), V, "output_offsets"),
+      (dict(recv_sizes=ids(3)), V, "recv_sizes"),
+      (dict(axis_name="expert"), (V, NameError), "expert"),
+      (dict(axis_index_groups=[[0, 1]]), V, "axis_index_groups"),
+    ],
+  ),
+  "launch.launch": lambda: (
+    dict(argv=["true"], num_processes=1),
+    [
+      (dict(argv="true"), F, "ep.launch: argv = 'true' is a str"),
+      (dict(num_processes=0), V, "ep.launch.*num_processes = 0"),
+      (dict(num_processes=1_000_000), V, "can hold.*--oversubscribe"),
+      (dict(devices_per_process=0), V, "devices_per_process = 0"),
+      (dict(devices_per_process=10**8), V, "can hold 0 such"),
+      (dict(ranks_per_gpu=0), V, "ranks_per_gpu = 0"),
+      (dict(log_dir="/proc/nope"), V, "log_dir = '/proc/n.*another"),
+      (dict(timeout_s=-1), V, "timeout_s = -1"),
+      (dict(grace_s=NAN), V, "grace_s = nan"),
+      (dict(env={"A": 1}), F, r"env\['A'\] = 1 is a int"),
+      (dict(oversubscribe="no"), F, "oversubscribe = 'no'"),
+    ],
+  ),
+  "presets.scaled": lambda: (
+    dict(cfg=ep.presets.MIXTRAL_8X7B, divisor=2),
+    [
+      (dict(cfg=PLAIN), F, "scaled: cfg is a dict"),
+      (dict(divisor=7), V, "7 does not divide hidden = 4096"),
+      (dict(divisor=0), V, "0 does not divide"),
+      (dict(divisor=2.0), F, "divisor = 2.0"),
+    ],
+  ),
+}
+
+# Arguments that have no wrong value, or whose error is of another library.
+ANY = {
+  "EpHandle": "made by ep_prepare",
+  "EpGroup": "made by ep_bootstrap",
+  "RoutingSummary": "made by describe",
+  "moe.Metrics": "made by MoE",
+  "moe.Segments": "made by moe_layer",
+  "moe.State": "holds any array; MoE and State.after check it",
+  "EpError": "a tuple",
+  "launch.initialize": "no argument",
+  "launch.inside_launcher": "no argument",
+  "lax.install": "no argument",
+  "axis_name": "lax.psum refuses it",
+  "psum": "a function",
+  "ordered_psum.x": "an array",
+  "MoE.options": "of ep_bootstrap",
+  "MoE.__call__.self": "",
+  "MoE.__call__.key": "jax.random refuses it",
+  "moe_layer.positional": "refused with w_up",
+  "ep_resize.sizes": "of ep_bootstrap",
+}
+
+# Calls of functions that need a context.
+FUNCTIONS = {"MoE.__call__": moe, "lax.ragged_all_to_all": ragged}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_refuses(name):
+  good, rows = TABLE[name]()
+  fn = FUNCTIONS.get(name) or operator.attrgetter(name)(ep)
+  wrong = []
+  for change, error, words in rows:
+    try:
+      fn(**(good | change))
+    except error as e:
+      if not re.search(words, str(e)):
+        wrong.append(f"{words!r} is not in: {e}")
+    except Exception as e:
+      wrong.append(f"no {error.__name__} with {words!r}, but {e!r}")
+    else:
+      wrong.append(f"no error with {words!r}")
+  assert not wrong, "\n".join(wrong)
+
+
+def public():
+  """Returns the names of the public functions and classes."""
+  names = [n for n in ep.__all__ if callable(getattr(ep, n))] + ["MoE.__call__"]
+  for module in "moe", "lax", "quant", "launch", "presets":
+    inside = getattr(ep, module)
+    functions = (n for n in inside.__all__ if callable(getattr(inside, n)))
+    names += (f"{module}.{n}" for n in functions)
+  return names
+
+
+@pytest.mark.parametrize("name", public())
+def test_each_argument_has_a_row(name):
+  if name in ANY:
+    return
+  _, rows = TABLE[name]()
+  refused = {argument for change, *_ in rows for argument in change}
+  fn = operator.attrgetter(name)(ep)
+  missing = {
+    argument
+    for argument in inspect.signature(fn).parameters
+    if not {argument, f"{name}.{argument}"} & ANY.keys()
+  } - refused
+  assert not missing
