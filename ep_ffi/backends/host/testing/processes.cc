@@ -305,13 +305,18 @@ std::vector<Ending> Job::Run(const std::function<std::string(Rank&)>& body) {
       close(report[0]);
       const int failures = CountFailures();
       const size_t descriptors = CountEntries("/proc/self/fd");
+      const size_t threads = CountEntries("/proc/self/task");
       std::string said;
       {
         Rank rank(r, records);
         said = body(rank);
       }
-      WaitFor(kPatienceS,
-              [&] { return CountEntries("/proc/self/fd") == descriptors; });
+      // A thread of the engine may still receive descriptors and close them.
+      WaitFor(kPatienceS, [&] {
+        return CountEntries("/proc/self/task") == threads &&
+               CountEntries("/proc/self/fd") == descriptors;
+      });
+      EXPECT_EQ(threads, CountEntries("/proc/self/task"));
       EXPECT_EQ(descriptors, CountEntries("/proc/self/fd"));
       const ssize_t size = write(report[1], said.data(), said.size());
       _exit(size != ssize_t(said.size()) || CountFailures() > failures);
