@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools to plan, record and debug runs; ep/_src imports none."""
+"""Tools to place experts and to debug programs; ep/_src imports none."""

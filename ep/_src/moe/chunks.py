@@ -242,8 +242,16 @@ def _either(
 ) -> Callable[..., jax.Array]:
   """Returns a function that calls `whole` if all rows fit, and else `chunks`.
 
-  It is a `custom_vjp`, because the derivative of `lax.cond` would save a copy
-  of the arguments, such as the expert weights, for the backward pass.
+  It is a `custom_vjp`. A branch of `lax.cond` returns all that the derivatives
+  of both branches save, and so copies the arguments among them, such as the
+  expert weights, also with `jax.checkpoint` around `chunks`: 63 MiB of
+  temporaries instead of 48, for 8 experts of 512 x 1792 on 4 CPU devices (JAX
+  0.10.2). Instead
+
+  * the arguments are saved once, outside of the branches;
+  * a branch returns what else its derivative needs, and zeros in place of what
+    the derivative of the other branch needs;
+  * the backward pass runs the derivative of the same branch.
   """
   branches = _Derivative(whole), _Derivative(chunks)
 
@@ -284,7 +292,11 @@ def _either(
 
 
 class _Derivative:
-  """The VJP of a function, with residuals that exclude its arguments."""
+  """The VJP of a function, with residuals that exclude its arguments.
+
+  The function that `jax.vjp` returns is a pytree. Its leaves are the arrays
+  that it saved, of which some are the arguments themselves: these very objects.
+  """
 
   def __init__(self, fn: Callable[..., jax.Array]):
     self._fn = fn
