@@ -14,7 +14,7 @@ computes matmuls without quantization: on CPUs, `ragged_dot` multiplies every
 row of the buffer by the matrices of all local experts.
 
 The program finds the places by name. It fails if MaxText has renamed something
-that the new code uses.
+that the new code uses, or if the changed functions do more than before.
 """
 
 import ast
@@ -23,23 +23,20 @@ import pathlib
 import sys
 from typing import Any
 
-# Functions that the new code is part of or calls, with their arguments.
+# The arguments that the new code reads or passes, of the functions that it is
+# part of or calls.
 _FUNCTIONS = {
-  "ra2a_and_route": "x, logits, pre_bias_logits, num_ep, expert_shard_id, rngs,"
-  " input_ids=None",
-  "unsort_output_and_ra2a": "intermediate_output, routing, route_metadata,"
-  " output_shape, is_batch_sharded_by_expert",
-  "jax_ragged_dot_gmm": "inputs, kernel, tiling, group_sizes,"
-  " expert_assignments, padding_amount",
+  "ra2a_and_route": "x, num_ep, expert_shard_id",
+  "unsort_output_and_ra2a": "intermediate_output, route_metadata,"
+  " is_batch_sharded_by_expert",
+  "jax_ragged_dot_gmm": "inputs, kernel, group_sizes",
   "get_ragged_buffer_size": "local_batch, ep_degree, global_experts, top_k,"
   " ragged_buffer_factor",
 }
 
-# The names that `ra2a_and_route` gives to the results of `permute`.
-_PERMUTED = (
-  "x, sorted_selected_experts, weights, group_sizes, selected_experts, lb_loss,"
-  " bias_updates, local_group_sizes"
-)
+# The results of `permute` that the new code reads, as `ra2a_and_route` names
+# them.
+_PERMUTED = "x, sorted_selected_experts, weights, selected_experts"
 
 _GROUP = '''\
   ep_handle: object = None  # The routing of `jax_ep_backend`.
@@ -67,7 +64,7 @@ _DISPATCH = """\
 
         cfg, axis = self.config, self._expert_parallelism_name
         group = _ep_group(self.mesh, axis, cfg.num_experts, cfg.jax_ep_backend)
-        rows, factor = x.shape[0], cfg.ragged_buffer_factor
+        rows, factor = x.shape[0], {factor}
         capacity = self.get_ragged_buffer_size(
             rows, num_ep, cfg.num_experts, cfg.num_experts_per_tok, factor
         )
@@ -115,55 +112,101 @@ _OPTION = """\
 
 _REFUSAL = """\
       if self.jax_ep_backend:
-        if self.use_ring_of_experts or not self.sparse_matmul:
+        if self.use_ring_of_experts or not self.sparse_matmul{or_te}:
           raise ValueError("jax_ep_backend needs sparse_matmul, and no ring.")
 """
 
 
-def _find(tree: ast.AST, kind: type[ast.AST], text: str) -> Any:
-  """Returns the only node of `kind` in `tree` with the line `text`.
+def _only(found: list[Any], what: str) -> Any:
+  """Returns the only element of `found`.
 
   Raises:
-    ValueError: there is no such node, or more than one.
+    ValueError: there is none, or more than one.
   """
-  nodes = (n for n in ast.walk(tree) if isinstance(n, kind))
-  # Decorators are lines above `text`.
-  found = [n for n in nodes if f"\n{text}" in f"\n{ast.unparse(n)}"]
   if len(found) != 1:
     raise ValueError(
-      f"{len(found)} places in MaxText's code begin with {text!r}, but this"
-      " program needs exactly one. docs/howto/other_frameworks.md names the"
-      " commit of MaxText that the program was tested with."
+      f"MaxText's code has {len(found)} places with {what}, but this program"
+      " needs exactly one. docs/howto/other_frameworks.md names the releases of"
+      " MaxText that it was tested with."
     )
   return found[0]
 
 
+def _nodes(tree: ast.AST, kind: type[ast.AST], text: str) -> list[Any]:
+  """Returns the nodes of `kind` that begin with `text`, below decorators."""
+  nodes = (n for n in ast.walk(tree) if isinstance(n, kind))
+  return [n for n in nodes if f"\n{text}" in f"\n{ast.unparse(n)}"]
+
+
+def _function(tree: ast.AST, name: str) -> ast.FunctionDef:
+  """Returns the only function of a name, which has the needed arguments."""
+  needed = _FUNCTIONS[name].split(", ")
+  found = [
+    function
+    for function in _nodes(tree, ast.FunctionDef, f"def {name}(")
+    if {*needed} <= {a.arg for a in function.args.args}
+  ]
+  return _only(found, f"a function {name} of {_FUNCTIONS[name]}")
+
+
+def _check_steps(route: ast.FunctionDef) -> None:
+  """Refuses a release that does more than permute, exchange, return.
+
+  The new code would leave out what a release does besides, in silence.
+  """
+  steps = [s for s in route.body if not isinstance(s, ast.Assign | ast.Return)]
+  _only(steps, "a step of ra2a_and_route besides assignments")
+  _only(_nodes(route, ast.Return, ""), "a result of ra2a_and_route")
+  names = set()
+  for target in _nodes(route, ast.Assign, ""):
+    if ast.unparse(target.value).startswith("self.permute("):
+      names |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+  found = [names] if {*_PERMUTED.split(", ")} <= names else []
+  _only(found, f"{_PERMUTED} from self.permute in ra2a_and_route")
+
+
 def moe(tree: ast.Module) -> list[tuple[int, int, str]]:
   """Returns the edits of layers/moe.py: lines [first, last) become a text."""
-  route, back, matmul, _ = (
-    _find(tree, ast.FunctionDef, f"def {name}({arguments}):")
-    for name, arguments in _FUNCTIONS.items()
+  route, back, matmul, _ = (_function(tree, name) for name in _FUNCTIONS)
+  _check_steps(route)
+  metadata = _only(
+    _nodes(tree, ast.ClassDef, "class RouteMetadata:"), "class RouteMetadata"
   )
-  _find(route, ast.Assign, f"{_PERMUTED} = self.permute(")
-  metadata = _find(tree, ast.ClassDef, "class RouteMetadata:").end_lineno
-  exchange = _find(route, ast.If, "if num_ep > 1:").lineno
-  result = _find(route, ast.Call, "RouteMetadata(").keywords[-1].end_lineno
+  exchange = _only(
+    _nodes(route, ast.If, "if num_ep > 1:"), "if num_ep > 1"
+  ).lineno
+  result = _only(_nodes(route, ast.Call, "RouteMetadata("), "RouteMetadata(")
   first, of_matmul = (f.body[1].lineno - 1 for f in (back, matmul))
+  # From 0.2.5 on, a training and an evaluation step have factors of their own.
+  method = "def get_ragged_buffer_factor(self):"
+  has_method = _nodes(tree, ast.FunctionDef, method)
+  factor = "self.get_ragged_buffer_factor()"
+  factor = factor if has_method else "cfg.ragged_buffer_factor"
+  handle = "              ep_handle=ep_handle,\n"
+  end, last = metadata.end_lineno, result.keywords[-1].end_lineno
   return [
     (of_matmul, of_matmul, _MATMUL),
-    (metadata, metadata, _GROUP),
-    (exchange - 1, exchange, _DISPATCH),
-    (result, result, "              ep_handle=ep_handle,\n"),
+    (end, end, _GROUP),
+    (exchange - 1, exchange, _DISPATCH.replace("{factor}", factor)),
+    (last, last, handle),
     (first, first, _COMBINE),
   ]
 
 
 def types(tree: ast.Module) -> list[tuple[int, int, str]]:
   """Returns the edits of configs/types.py; see `moe`."""
-  option = _find(tree, ast.AnnAssign, "use_ring_of_experts: bool").end_lineno
-  call = "self.validate_ragged_buffer_factor()"
-  check = _find(tree, ast.Expr, call).end_lineno
-  return [(option, option, _OPTION), (check, check, _REFUSAL)]
+  ring, call = (
+    "use_ring_of_experts: bool",
+    "self.validate_ragged_buffer_factor(",
+  )
+  option = _only(_nodes(tree, ast.AnnAssign, ring), ring).end_lineno
+  check = _only(_nodes(tree, ast.Expr, call), call).end_lineno
+  # From 0.2.5 on, TransformerEngine may compute the layer.
+  has_te = _nodes(tree, ast.AnnAssign, "te_moe_block: bool")
+  refusal = _REFUSAL.replace(
+    "{or_te}", " or self.te_moe_block" if has_te else ""
+  )
+  return [(option, option, _OPTION), (check, check, refusal)]
 
 
 def diff(checkout: pathlib.Path) -> str:
