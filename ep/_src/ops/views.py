@@ -18,6 +18,7 @@ Any other sharding is given as a `PartitionSpec`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 import dataclasses
 import functools
 import itertools
@@ -120,6 +121,7 @@ class View:
     out_kinds: Any,
     *,
     keep: bool = True,
+    is_layer: bool = False,
   ) -> Any:
     """Runs `local_fn(*static, *args)` in this view and returns its result.
 
@@ -139,6 +141,9 @@ class View:
       out_kinds: the same for the result.
       keep: whether to cache the program. It must be False if `static` refers
         to traced values.
+      is_layer: whether the caller gives the result the sharding of the tokens.
+        Then JAX may reshard tokens along Explicit axes by a collective that
+        `ep.assert_no_hidden_collectives` allows.
     """
     group, op = self.group, self.op
     names = local_fn.__code__.co_varnames[len(static) :]
@@ -149,6 +154,7 @@ class View:
     make = cached if keep else _program
     program = make(
       op.partition("(")[0],
+      is_layer,
       local_fn,
       tuple(x.config if isinstance(x, EpLayerConfig) else x for x in static),
       group.connection,
@@ -179,6 +185,7 @@ def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
 
 def _program(
   name: str,
+  is_layer: bool,
   local_fn: Callable[..., Any],
   static: tuple[Hashable, ...],
   connection: Connection,
@@ -218,17 +225,14 @@ def _program(
       out_specs=_specs(group, out_kinds),
     )
 
-    def place(spec: PartitionSpec, arrays: Any) -> Any:
-      # A layer returns tokens like its tokens, so the transpose of this may be
-      # a collective, which ep.assert_no_hidden_collectives knows by its name.
-      is_op = name.startswith("ep_")
-      if is_op or spec != PartitionSpec(group.token_axes):
-        return resharded(mesh, spec, arrays)
-      with jax.named_scope("ep_reshard"):
+    def place(kind: Any, spec: PartitionSpec, arrays: Any) -> Any:
+      # ep.assert_no_hidden_collectives knows the collective by its name.
+      allowed = is_layer and kind == TOKENS
+      with jax.named_scope("ep_reshard") if allowed else nullcontext():
         return resharded(mesh, spec, arrays)
 
     def of_arrays(*args: Any) -> Any:
-      return mapped(*jax.tree.map(place, in_specs, args))
+      return mapped(*jax.tree.map(place, in_kinds, in_specs, args))
 
     fn = of_arrays
   fn.__name__ = name
