@@ -35,8 +35,10 @@ def initialize() -> None:
   Afterwards an uncaught exception terminates this rank immediately, as under
   `python -m mpi4py`. Python's orderly exit could wait for programs on the
   devices, and, if the coordination service runs in rank 0, for all other ranks;
-  these may be waiting for this rank. The code of `sys.exit` becomes the rank's
-  exit code even if the rank cannot close its groups.
+  these may be waiting for this rank. If the exception is an error of XLA's CPU
+  collectives, which names no rank, the rank prints which ranks are missing. The
+  code of `sys.exit` becomes the rank's exit code even if the rank cannot close
+  its groups.
 
   Raises:
     RuntimeError: the process is one of several, but JAX does not find the

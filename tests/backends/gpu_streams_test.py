@@ -53,7 +53,7 @@ def compiled(**options):
     disabled_checks=allowed,
   )
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(host, "HostConnection", HostEngine)
+    patch.setattr(host, "NativeConnection", HostEngine)
     with bootstrap(mesh, **sizes) as group:
       layer = ep.MoE(CONFIG, group)
       shapes = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), CONFIG))

@@ -27,7 +27,7 @@ from op_functions import dispatch, everything, Moved, round_trip
 
 @pytest.fixture(name="case")
 def case_over_the_host_engine(monkeypatch, request):
-  monkeypatch.setattr(host, "HostConnection", HostEngine)
+  monkeypatch.setattr(host, "NativeConnection", HostEngine)
   hidden = getattr(request, "param", 13)
   with bootstrap(make_mesh({"ep": 4}), hidden_dim=hidden) as group:
     layer = ep.EpLayerConfig(group)
@@ -99,7 +99,7 @@ def test_a_layer_on_hopper_touches_no_unused_rows(
 ):
   """No XLA operation computes on all C rows of a buffer, even in gradients."""
   device = types.SimpleNamespace(compute_capability="9.0", core_count=132)
-  monkeypatch.setattr(host, "HostConnection", HostEngine)
+  monkeypatch.setattr(host, "NativeConnection", HostEngine)
   monkeypatch.setattr(compat, "local_device", lambda _: device)
   for compiles in ("_failure", "_failure_of_map"):
     monkeypatch.setattr(on_cuda, compiles, lambda *_: None)

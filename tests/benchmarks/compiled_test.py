@@ -2,10 +2,13 @@
 """Compiles a layer with gradients for a TPU."""
 
 import jax
+import pytest
 
 from benchmarks import compiled
 from benchmarks.workload import Shape
 import targets
+
+pytest.importorskip("libtpu", reason="XLA's compiler for TPUs")
 
 
 def test_costs_of_a_layer_with_gradients():

@@ -92,7 +92,7 @@ def bodies(config):
 
 @pytest.fixture(name="on_gpus")
 def lowers_as_for_gpus(monkeypatch):
-  monkeypatch.setattr(host, "HostConnection", HostEngine)
+  monkeypatch.setattr(host, "NativeConnection", HostEngine)
 
 
 # The numbers of products of the shared expert before, beside and after each

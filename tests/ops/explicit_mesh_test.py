@@ -204,3 +204,34 @@ def test_the_output_of_a_layer_has_the_sharding_of_its_tokens(part, axes):
   if part is moe_layer:  # the jitter of a whole layer depends on the shape
     want, _ = expected()[part.__name__]
     assert_shards_close(out, (want + whole_x).reshape(4, T, H), 1e-5, 1e-5)
+
+
+def moved(bound, x, matrix):
+  spec = PartitionSpec("ep")
+  new = ep.Placement([*range(bound.group.num_expert_slots)][::-1])
+  return ep.moe.move(bound.group, matrix, spec, old=None, new=new)
+
+
+def matrices_of_a_layer(bound, x, matrix):
+  ids = jnp.zeros((len(x), 1), jnp.int32)
+  matrices = dict(w_up=matrix, w_down=matrix.mT)
+  return ep.moe_layer(bound, x, ids, jnp.ones_like(x[:, :1]), **matrices)
+
+
+@pytest.mark.parametrize("part", [moved, matrices_of_a_layer])
+def test_other_arrays_than_tokens_are_resharded_in_sight(part):
+  mesh = make_mesh({"ep": 4}, (AxisType.Explicit,))
+  x = to_global(np.zeros((4 * T, H), np.float32), mesh, PartitionSpec("ep"))
+  with bootstrap(mesh) as group, jax.set_mesh(mesh):
+    bound = ep.EpLayerConfig(group, top_k=1)
+
+    def hlo(spec):
+      matrix = to_global(np.zeros((E, H, 8), np.float32), mesh, spec)
+      step = jax.jit(lambda *args: part(bound, *args))
+      return step.lower(x, matrix).compile().as_text()
+
+    allow = ["ragged_all_to_all"]  # of ep.moe.move
+    ep.assert_no_hidden_collectives(hlo(PartitionSpec("ep")), allow)
+    split_otherwise = hlo(PartitionSpec(None, None, "ep"))
+    with pytest.raises(AssertionError, match="all-to-all"):
+      ep.assert_no_hidden_collectives(split_otherwise, allow)

@@ -64,6 +64,64 @@ def test_resharding_an_array_gives_a_warning(recwarn):
 
 
 @of_one_process
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_axis_that_splits_parameters_gives_a_warning(compiled, recwarn):
+  """The axis may have any name, and the program may be jitted.
+
+  In a jitted program, JAX knows the sharding along Explicit axes.
+  """
+  axis_types = (AxisType.Explicit if compiled else AxisType.Auto,) * 2
+  mesh = make_mesh({"ep": 2, "shards": 2}, axis_types)
+  config = ep.MoEConfig(4, 4, num_experts=4, top_k=2)
+  with bootstrap(mesh, num_experts=4) as group, jax.set_mesh(mesh):
+    moe = ep.MoE(config, group)
+    params = ep.moe.init(jax.random.key(0), config)
+
+    def put(specs):
+      places = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
+      return jax.device_put(params, places)
+
+    def messages(params):
+      recwarn.clear()
+      call = jax.jit(moe) if compiled else moe
+      jax.block_until_ready(call(params, x))
+      assert all(w.filename == __file__ for w in recwarn)
+      return [str(w.message) for w in recwarn]
+
+    x = to_global(np.ones((8, 4), np.float32), mesh, spec(moe.ep_layer))
+    specs = moe.specs()
+    assert not messages(put(specs))
+    specs["w_down"] = PartitionSpec("ep", "shards")
+    (message,) = messages(put(specs))
+    for word in "w_down", "'shards'", "tp_axis", "fsdp_axis", "data_axes":
+      assert word in message
+
+
+@of_one_process
+def test_copies_of_tokens_give_a_warning(recwarn):
+  """Tokens are equal along an axis of any name that shards tokens."""
+  mesh = make_mesh({"ep": 2, "copies": 2})
+  ids = np.tile(np.arange(K, dtype=np.int32), (8, 1))
+
+  def sizes(config, spec):
+    def of_rank(ids):
+      return ep.ep_prepare(config, ids).group_sizes
+
+    specs = dict(in_specs=spec, out_specs=PartitionSpec(("ep", "copies")))
+    jax.jit(jax.shard_map(of_rank, mesh=mesh, **specs))(ids)
+
+  with bootstrap(mesh) as group:
+    config = ep.EpLayerConfig(group)
+    sizes(config, PartitionSpec(("ep", "copies")))
+    assert not recwarn
+    sizes(config, PartitionSpec("ep"))
+  (warning,) = recwarn
+  assert warning.filename == __file__
+  for word in "ep_prepare", "topk_idx", "['copies']", "data_axes":
+    assert word in str(warning.message)
+
+
+@of_one_process
 def test_an_array_that_needs_no_transfer_gives_no_warning(recwarn):
   """Each rank already has its shard of a replicated array."""
   config = layer("dp2_ep2")

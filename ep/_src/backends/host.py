@@ -16,14 +16,15 @@ from ep._src.base import meshes, processes
 from ep._src.base.backend import Backend, CannotServe, Connection, Join
 from ep._src.base.config import GroupConfig
 from ep._src.base.meshes import Mesh
-from ep._src.native import connection, ffi
+from ep._src.native import ffi
+from ep._src.native.connection import mesh_of_devices, NativeConnection
 
 
 class HostBackend(Backend):
   """A backend for CPU devices of processes that share memory."""
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
-    mesh = connection.mesh_of_devices("host", mesh)
+    mesh = mesh_of_devices("host", mesh)
     platform = mesh.devices.flat[0].platform
     if platform != "cpu":
       raise CannotServe(
@@ -36,7 +37,7 @@ class HostBackend(Backend):
     return ffi.path_and_interface("host")
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
-    mesh = connection.mesh_of_devices("host", group.mesh)
+    mesh = mesh_of_devices("host", group.mesh)
     listener: socket.socket
     with contextlib.ExitStack() as stack:
       # `join` calls `introduce`, and fails on all processes if it raises.
@@ -90,11 +91,7 @@ class HostBackend(Backend):
         timeout_s=group.timeout_s,
         exit_after_s=group.exit_after_s,
       )
-    return HostConnection(group)
-
-
-class HostConnection(connection.NativeConnection):
-  """A connection to a group of the native host engine."""
+    return NativeConnection(group)
 
 
 def _listen() -> socket.socket:

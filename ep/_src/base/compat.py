@@ -113,6 +113,15 @@ def concrete_context_mesh() -> jax.sharding.Mesh | None:
   return None if mesh.empty else mesh
 
 
+def varying_axes(x: jax.Array) -> frozenset[str]:
+  """Returns the mesh axes over which `x` varies in `shard_map`.
+
+  The set is empty with `check_vma=False`.
+  """
+  axes: frozenset[str] = jax.typeof(x).mat.varying
+  return axes
+
+
 def vary_together(*xs: Any, axes: Iterable[str] = ()) -> Any:
   """Casts all arrays to vary over the union of their mesh axes and `axes`.
 
@@ -122,14 +131,10 @@ def vary_together(*xs: Any, axes: Iterable[str] = ()) -> Any:
   """
   if not checks_vma():
     return xs
-
-  def varying(x: jax.Array) -> Any:
-    return jax.typeof(x).mat.varying
-
-  axes = frozenset(axes).union(*map(varying, jax.tree.leaves(xs)))
+  axes = frozenset(axes).union(*map(varying_axes, jax.tree.leaves(xs)))
 
   def cast(x: jax.Array) -> jax.Array:
-    missing = tuple(sorted(axes - varying(x)))
+    missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(cast, xs)

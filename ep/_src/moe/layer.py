@@ -279,6 +279,7 @@ class MoE:
         [views.TOKENS] * 4 + [self.specs()] + [views.REPLICATED] * 3,
         (views.TOKENS, views.REPLICATED),
         keep=keep,
+        is_layer=True,
       )
       group.connection.saw(metrics.fault)
       return batching.like(padding.remove(y), tokens[0]), metrics

@@ -183,6 +183,7 @@ def moe_layer(
       [views.EXPERTS] + [views.TOKENS] * 3,
       (views.TOKENS, LEAF_KINDS),
       keep=keep,
+      is_layer=True,
     )
     handle = EpHandle(*leaves, layer=layer, token_shape=token_shape)
     group.connection.saw(handle.mem)

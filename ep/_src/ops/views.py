@@ -18,8 +18,10 @@ Any other sharding is given as a `PartitionSpec`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -119,6 +121,7 @@ class View:
     out_kinds: Any,
     *,
     keep: bool = True,
+    is_layer: bool = False,
   ) -> Any:
     """Runs `local_fn(*static, *args)` in this view and returns its result.
 
@@ -138,16 +141,20 @@ class View:
       out_kinds: the same for the result.
       keep: whether to cache the program. It must be False if `static` refers
         to traced values.
+      is_layer: whether the caller gives the result the sharding of the tokens.
+        Then JAX may reshard tokens along Explicit axes by a collective that
+        `ep.assert_no_hidden_collectives` allows.
     """
     group, op = self.group, self.op
-    if self.mesh is not None:
-      names = local_fn.__code__.co_varnames[len(static) :]
-      _check_places(group, op, names, args, in_kinds)
+    names = local_fn.__code__.co_varnames[len(static) :]
+    check = _check_copies if self.is_local else _check_places
+    check(group, op, names, args, in_kinds)
     kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
     cached = functools.partial(group.connection.cached, _program)
     make = cached if keep else _program
     program = make(
       op.partition("(")[0],
+      is_layer,
       local_fn,
       tuple(x.config if isinstance(x, EpLayerConfig) else x for x in static),
       group.connection,
@@ -178,6 +185,7 @@ def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
 
 def _program(
   name: str,
+  is_layer: bool,
   local_fn: Callable[..., Any],
   static: tuple[Hashable, ...],
   connection: Connection,
@@ -217,17 +225,14 @@ def _program(
       out_specs=_specs(group, out_kinds),
     )
 
-    def place(spec: PartitionSpec, arrays: Any) -> Any:
-      # A layer returns tokens like its tokens, so the transpose of this may be
-      # a collective, which ep.assert_no_hidden_collectives knows by its name.
-      is_op = name.startswith("ep_")
-      if is_op or spec != PartitionSpec(group.token_axes):
-        return resharded(mesh, spec, arrays)
-      with jax.named_scope("ep_reshard"):
+    def place(kind: Any, spec: PartitionSpec, arrays: Any) -> Any:
+      # ep.assert_no_hidden_collectives knows the collective by its name.
+      allowed = is_layer and kind == TOKENS
+      with jax.named_scope("ep_reshard") if allowed else nullcontext():
         return resharded(mesh, spec, arrays)
 
     def of_arrays(*args: Any) -> Any:
-      return mapped(*jax.tree.map(place, in_specs, args))
+      return mapped(*jax.tree.map(place, in_kinds, in_specs, args))
 
     fn = of_arrays
   fn.__name__ = name
@@ -251,12 +256,16 @@ def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
   if AxisType.Explicit not in types.values():
     return arrays
 
-  def explicit(axes: Any) -> tuple[str, ...]:
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    return tuple(a for a in axes if types[a] == AxisType.Explicit)
+  def explicit(entry: Any) -> tuple[str, ...]:
+    return tuple(a for a in _axes(entry) if types[a] == AxisType.Explicit)
 
   spec = PartitionSpec(*map(explicit, spec))
   return jax.sharding.reshard(arrays, NamedSharding(mesh, spec))
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+  """Returns the mesh axes of an entry of a `PartitionSpec`."""
+  return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def _specs(group: GroupConfig, kinds: Any) -> Any:
@@ -270,6 +279,36 @@ def _specs(group: GroupConfig, kinds: Any) -> Any:
   return jax.tree.map(lambda kind: specs.get(kind, kind), kinds)
 
 
+def _check_copies(
+  group: EpGroup,
+  op: str,
+  names: Sequence[str],
+  args: Sequence[Any],
+  kinds: Sequence[Any],
+) -> None:
+  """Warns if tokens are equal along a mesh axis that shards tokens.
+
+  Accepts constants, which vary over no axis. With `check_vma=False`, arrays
+  look like constants.
+  """
+  for name, x, kind in zip(names, args, kinds, strict=False):
+    if kind != TOKENS or not isinstance(x, jax.Array):
+      continue
+    varying = compat.varying_axes(x)
+    equal = [
+      a
+      for a in group.token_axes
+      if a not in varying and group.mesh.shape[a] > 1
+    ]
+    if equal and group.axis_name in varying:
+      return arguments.warn(
+        f"{op}: {name} is equal along the mesh axes {equal}, but these axes"
+        " shard tokens, so sums over all tokens count each copy. If tokens are"
+        " replicated along them, leave the axes out of data_axes of"
+        " ep_bootstrap."
+      )
+
+
 def _check_places(
   group: EpGroup,
   op: str,
@@ -279,8 +318,9 @@ def _check_places(
 ) -> None:
   """Refuses arrays on devices outside the mesh; warns if JAX reshards arrays.
 
-  Accepts tracers, because XLA has not chosen their sharding yet, and fully
-  replicated arrays, which JAX slices without communication.
+  JAX knows the sharding of a tracer along Explicit axes. For a tracer, the
+  function warns only if an axis splits a dimension that it should not split.
+  Accepts fully replicated arrays, which JAX slices without communication.
   """
   mesh = compat.concrete_context_mesh() or group.mesh
   if not has_devices(mesh):
@@ -288,28 +328,35 @@ def _check_places(
   specs = jax.tree.broadcast(_specs(group.config, tuple(kinds)), tuple(args))
   leaves = jax.tree.leaves_with_path(tuple(args))
   for (path, x), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-      continue
-    wanted = NamedSharding(mesh, spec)
-    if not x.committed or x.sharding.is_equivalent_to(wanted, x.ndim):
+    if not isinstance(x, jax.Array):
       continue
     first, *below = path
     name = names[first.idx]
     if below:
       name = jax.tree_util.keystr((below[-1],), simple=True)
-    what = f"{op}: {name} of shape {x.shape} has the sharding {x.sharding}"
-    if x.sharding.device_set != wanted.device_set:
-      raise ValueError(
-        f"{what}, whose devices differ from the group's mesh; the op needs"
-        f" {wanted}. Put the array there with jax.device_put."
-      )
-    if not x.is_fully_replicated:
+    what = f"{op}: {name} of shape {x.shape}"
+    if isinstance(x, jax.core.Tracer):
+      has = jax.typeof(x).sharding.spec
+      pairs = itertools.zip_longest(has, spec)
+      is_moved = any({*_axes(h)} - {*_axes(w)} for h, w in pairs)
+    else:
       has = getattr(x.sharding, "spec", x.sharding)
+      wanted = NamedSharding(mesh, spec)
+      is_other = not x.sharding.is_equivalent_to(wanted, x.ndim)
+      is_moved = x.committed and is_other and not x.is_fully_replicated
+      if x.committed and x.sharding.device_set != wanted.device_set:
+        raise ValueError(
+          f"{what} has the sharding {x.sharding}, whose devices differ from the"
+          f" group's mesh; the op needs {wanted}. Put the array there with"
+          " jax.device_put."
+        )
+    if is_moved:
       arguments.warn(
-        f"{op}: {name} of shape {x.shape} is sharded as {has}, but the op needs"
-        f" {spec}, so JAX moves it in every call. Make the array with that"
-        " sharding (jax.device_put, out_shardings of jax.jit). If a mesh axis"
-        " is for tensor parallelism or FSDP, name it as MoEConfig.tp_axis or"
-        " fsdp_axis. ep.assert_no_hidden_collectives finds such moves in a"
-        " compiled program."
+        f"{what} is sharded as {has}, but the op needs {spec}, so JAX moves it"
+        " in every call. Make the array with that sharding (jax.device_put,"
+        " out_shardings of jax.jit). If a mesh axis is for tensor parallelism"
+        " or FSDP, name it as MoEConfig.tp_axis or fsdp_axis; if tokens are"
+        " replicated along it, leave it out of data_axes of ep_bootstrap."
+        " ep.assert_no_hidden_collectives finds such moves in a compiled"
+        " program."
       )

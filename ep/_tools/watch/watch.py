@@ -85,7 +85,7 @@ class watch:  # noqa: N801 - used like a function
     watch._current = None
     self._stop.set()
     self._has_left = True
-    self._steps.raised = _text(error) if error else ""
+    self._steps.raised = ending.first_line(error) if error else ""
     self._steps.poll()
     self._sharing.close()
 
@@ -148,7 +148,7 @@ class watch:  # noqa: N801 - used like a function
           f"ep.watch: process {self._sharing.me} ends: exit_after_s ="
           f" {self._exit_after_s:g} s later it still stands still."
         )
-        _within_limit(ending.exit_now, _EXIT_CODE)
+        ending.within_limit(_OUTPUT_S, ending.exit_now, _EXIT_CODE)
         os._exit(_EXIT_CODE)  # without the output that blocks
 
   def _report(self) -> Iterator[str]:
@@ -166,7 +166,7 @@ class watch:  # noqa: N801 - used like a function
       with contextlib.suppress(OSError, ValueError):  # a broken pipe; closed
         print(text, file=sys.stderr, flush=True)
 
-    _within_limit(write)
+    ending.within_limit(_OUTPUT_S, write)
 
 
 class _Steps:
@@ -206,7 +206,7 @@ class _Steps:
     try:
       yield launched
     except BaseException as e:
-      self.raised = _text(e)
+      self.raised = ending.first_line(e)
       raise
     finally:
       self._open -= 1
@@ -236,22 +236,11 @@ class _Steps:
         self.finished, self.changed = finished, time.monotonic()
 
 
-def _within_limit(act: Callable[..., Any], *args: Any) -> None:
-  """Calls a function that writes, and may block because a pipe is full."""
-  thread = threading.Thread(target=act, args=args, daemon=True)
-  thread.start()
-  thread.join(_OUTPUT_S)
-
-
 def _is_ready(array: Any) -> bool:
   try:
     return bool(array.is_ready())
   except jax.errors.JaxRuntimeError:  # the program donates it just now
     return False
-
-
-def _text(error: BaseException) -> str:
-  return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
 def _stack(thread: int) -> str:

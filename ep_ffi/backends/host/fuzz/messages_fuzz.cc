@@ -73,7 +73,11 @@ class Conversation {
   // Posts ep_prepare and ep_combine on rank 0.
   Conversation() : group_({kDims, /*num_domains=*/2, /*timeout_s=*/20}) {
     const testing::Domain& domain = group_.domains[0];
-    std::vector<RankInput> inputs = SampleInputs(kDims);
+    std::vector<RankInput> inputs(kDims.ep_size);
+    for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+      inputs[rank].dims = kDims;
+      inputs[rank].topk_idx = SampleChoices(kDims)[rank];
+    }
     prepare_ = Step::Make(domain, Op::kPrepare, {kRun, /*position=*/0}, inputs);
     for (RankInput& input : inputs) {
       input.mem = testing::BuiltPlan(kDims, 0, SampleSorted(kDims)).mem;

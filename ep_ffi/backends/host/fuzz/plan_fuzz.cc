@@ -13,6 +13,7 @@
 #include "ep_ffi/backends/host/fuzz/sample.h"
 #include "ep_ffi/backends/host/testing/groups.h"
 #include "ep_ffi/testing/fuzz.h"
+#include "ep_ffi/testing/ranks.h"
 #include "ep_ffi/testing/samples.h"
 
 namespace ep::host {

@@ -12,7 +12,6 @@
 
 #include "ep_ffi/core/plan.h"
 #include "ep_ffi/testing/plans.h"
-#include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
 
@@ -34,16 +33,6 @@ inline testing::Choices SampleChoices(const PlanDims& dims) {
     }
   }
   return choices;
-}
-
-// Returns the inputs of ep_prepare.
-inline std::vector<testing::RankInput> SampleInputs(const PlanDims& dims) {
-  std::vector<testing::RankInput> inputs(dims.ep_size);
-  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
-    inputs[rank].dims = dims;
-    inputs[rank].topk_idx = SampleChoices(dims)[rank];
-  }
-  return inputs;
 }
 
 inline std::vector<SortedChoices> SampleSorted(const PlanDims& dims) {
