@@ -7,6 +7,7 @@ GPUs need JAX's CUDA plugin.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import jax
@@ -55,6 +56,13 @@ dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
 runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "{name}"
 """
+
+
+def has_compiler(target: str) -> bool:
+  """Returns whether a package with XLA's compiler for a target is installed."""
+  gpu_plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
+  packages = ("libtpu",) if target in TPUS else gpu_plugins
+  return any(map(importlib.util.find_spec, packages))
 
 
 def mesh(target: str) -> Mesh:

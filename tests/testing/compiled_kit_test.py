@@ -9,7 +9,6 @@ machine of tests/targets.py for which the test compiles all programs:
 """
 
 import dataclasses
-import importlib.util
 import os
 
 import jax
@@ -25,7 +24,7 @@ from ep.testing._routings import ROUTINGS
 from ep.testing._variants import Draw
 import targets
 
-PRESENT = "v5e" if importlib.util.find_spec("libtpu") else "h100x4"
+PRESENT = "v5e" if targets.has_compiler("v5e") else "h100x4"
 TARGET = os.environ.get("EP_TEST_TARGET")
 # One variant of each setting; routings share their programs.
 VARIANTS = [*{x.setting(): x for x in Draw(XLA, 0).every_kind()}.values()]
@@ -58,6 +57,10 @@ def _lower(name, trial, oracle, inputs):
   return program.lower(*args)
 
 
+@pytest.mark.skipif(
+  not targets.has_compiler(TARGET or PRESENT),
+  reason="needs libtpu or JAX's CUDA plugin",
+)
 @pytest.mark.parametrize("variant", VARIANTS if TARGET else SHORT, ids=str)
 def test_programs_of_the_kit(variant):
   devices = targets.mesh(TARGET or PRESENT).devices[: jax.device_count()]
