@@ -83,11 +83,13 @@ def operations(text: str) -> Counter[str]:
   return found
 
 
-def lower(shape: Shape, factor: float | None, mesh: Mesh) -> Any:
+def lower(
+  shape: Shape, factor: float | None, mesh: Mesh, **options: Any
+) -> Any:
   """Lowers a layer with gradients for a mesh from `targets.mesh`.
 
   The capacity is `factor` times the rows of a balanced routing; None is the
-  worst case.
+  worst case. `ep.MoEConfig` gets the options.
   """
   config = ep.MoEConfig(
     shape.hidden,
@@ -98,6 +100,7 @@ def lower(shape: Shape, factor: float | None, mesh: Mesh) -> Any:
     overflow="drop" if factor else None,
     normalize=shape.top_k > 1,
     dtype=jnp.bfloat16,
+    **options,
   )
   layer = ep.MoE(config, mesh, backend="xla")
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep._src.matmul import by_ragged_dot, on_tpu, row_map
+from ep._src.matmul import on_tpu, row_map
+from ep._src.matmul.by_function import RAGGED_DOT
 from ep._src.matmul.row_map import map_used_rows
 
 L, F, G = 4, 72, 80
@@ -67,7 +68,7 @@ def test_functions_of_rows_and_their_derivatives(dtype):
 def test_the_choice_is_logged(caplog):
   rows = jax.ShapeDtypeStruct((130, F), jnp.float16)
   with caplog.at_level(logging.INFO, "ep"):
-    assert on_tpu.choose(rows, (L, F, G)) is by_ragged_dot
+    assert on_tpu.choose(rows, (L, F, G)) is RAGGED_DOT
     assert on_tpu.row_map(jnp.sort, [rows], False) is None
   for record, words in zip(
     caplog.records, ["take bfloat16 and float32", "takes bfloat16"], strict=True

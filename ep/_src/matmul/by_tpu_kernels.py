@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls on TPUs: Pallas kernels.
 
-The functions are the same as in by_tiles.py. The rows are cut into blocks of
+The functions are the same as in tiles.py. The rows are cut into blocks of
 equal height. A *visit* is a block and an expert segment with rows in the block:
 
     block 0         block 1         block 2         block 3

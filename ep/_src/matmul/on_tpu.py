@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ep._src.base import contexts
-from ep._src.matmul import by_ragged_dot
+from ep._src.matmul.by_function import RAGGED_DOT
 
 _logger = logging.getLogger("ep")
 _DTYPES = (jnp.bfloat16, jnp.float32)
@@ -36,7 +36,7 @@ def choose(rows: Any, matrices: tuple[int, int, int]) -> Any:
       f"grouped_matmul of {shape} runs lax.ragged_dot, because the kernels take"
       " bfloat16 and float32, and no empty arrays"
     )
-    return by_ragged_dot
+    return RAGGED_DOT
   _log(f"grouped_matmul of {shape} runs kernels of Pallas")
   from ep._src.matmul import by_tpu_kernels  # it imports Pallas
 
