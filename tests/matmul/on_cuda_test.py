@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ep picks a grouped matmul for each NVIDIA GPU, and a log line says why."""
 
+import functools
 import importlib
+import importlib.util
 import logging
 import sys
 import types
@@ -37,7 +39,7 @@ ROWS, MATRICES = _array(130, 128), _array(8, 128, 128)
 
 @pytest.fixture(autouse=True)
 def _fresh_log(monkeypatch):
-  monkeypatch.setattr(on_cuda, "_log", logging.getLogger("ep").log)
+  monkeypatch.setattr(on_cuda, "log", logging.getLogger("ep").log)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,18 @@ def test_the_kernels_for_hopper_conform(case, monkeypatch):
   options = params.InterpretGPUParams(out_of_bounds_reads="uninitialized")
   with params.force_gpu_interpret_mode(options):
     case.check()
+
+
+def test_tokamax_computes_gradients_of_matrices_on_hopper_alone(
+  monkeypatch, caplog
+):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+  choose = functools.partial(implementations.choose, "tokamax", "cuda")
+  for device in (HOPPER, BLACKWELL, ADA, None):
+    assert isinstance(choose(device, ROWS, MATRICES, False), ByFunction)
+    chosen = choose(device, ROWS, MATRICES, True)
+    assert (chosen is tiles.ON_GPU) == (device is not HOPPER)
+  assert caplog.text.count("tokamax multiplies all rows for each matrix") == 3
 
 
 def test_an_exported_program_has_no_kernels():

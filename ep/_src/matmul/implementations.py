@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import importlib
 import importlib.util
+import logging
 import typing
 from typing import Any, Literal
 
@@ -98,6 +99,13 @@ def choose(
       " 0.11.1 or newer; run: pip install tokamax; or pass"
       " implementation=None."
     )
+  if is_gradient and platform == "cuda" and not on_cuda.is_hopper(device):
+    on_cuda.log(
+      logging.WARNING,
+      f"{start}: gradients of matrices run a loop over tiles, because on GPUs"
+      " other than Hopper tokamax multiplies all rows for each matrix",
+    )
+    return tiles.ON_GPU
   return ByFunction(_tokamax, gradient=_tokamax_gradient)
 
 
@@ -134,8 +142,7 @@ def _tokamax(rows: Array, matrices: Array, group_sizes: Array) -> Array:
 def _tokamax_gradient(
   rows: Array, outs: Array, group_sizes: Array, dtype: jnp.dtype
 ) -> Array:
-  # The gradient of `tokamax.ragged_dot` has the dtype of the rows, and fails on
-  # Blackwell, where this call runs another of tokamax's implementations.
+  # The gradient of `tokamax.ragged_dot` has the dtype of the rows.
   tokamax = importlib.import_module("tokamax")
   out: Array = tokamax.ragged_dot_general(
     rows,

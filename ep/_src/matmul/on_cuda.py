@@ -72,7 +72,7 @@ def choose(
     )
   warn = False
   if obstacle is None and is_gradient:
-    if device.compute_capability != _HOPPER:
+    if not is_hopper(device):
       obstacle, warn = "JAX has no kernel for it on Blackwell", True
     elif matrices.dtype != rows.dtype and not named:
       obstacle = (
@@ -83,10 +83,10 @@ def choose(
   shape = f"{rows.shape[0]} rows of {rows.dtype} and matrices {matrices.shape}"
   start = f"{what}grouped_matmul of {shape} runs"
   if obstacle is None:
-    _log(logging.INFO, f"{start} kernels of Pallas Mosaic GPU")
+    log(logging.INFO, f"{start} kernels of Pallas Mosaic GPU")
     return _kernels(device)
   level = logging.WARNING if warn else logging.INFO
-  _log(level, f"{start} a loop over tiles, because {obstacle}")
+  log(level, f"{start} a loop over tiles, because {obstacle}")
   return tiles.ON_GPU
 
 
@@ -98,10 +98,14 @@ def _obstacle(device: Any, rows: Any, shape: tuple[int, ...]) -> str | None:
     return reason
   if rows.dtype not in _SHORT:
     return f"the kernels take bfloat16 and float16, not {rows.dtype}"
-  multiple = _DEPTH if device.compute_capability == _HOPPER else 128
+  multiple = _DEPTH if is_hopper(device) else 128
   if any(width % multiple for width in shape[1:]):
     return f"the kernels need widths that are multiples of {multiple}"
   return None
+
+
+def is_hopper(device: Any) -> bool:
+  return device is not None and device.compute_capability == _HOPPER
 
 
 def why_not(device: Any) -> str | None:
@@ -118,7 +122,7 @@ def why_not(device: Any) -> str | None:
     # The modules of the kernels import absl, on which JAX does not depend.
     cure = "; run: pip install absl-py" if error.name == "absl" else ""
     why = f"JAX {jax.__version__} does not load the kernels: {error}{cure}"
-    _log(logging.WARNING, f"grouped_matmul: {why}")
+    log(logging.WARNING, f"grouped_matmul: {why}")
     return why
   return None
 
@@ -127,7 +131,7 @@ def _kernels(device: Any) -> ByFunction:
   """Returns the kernels for a device; on Blackwell, of products only."""
   folder = "jax.experimental.pallas.ops.gpu"
   load = functools.partial(importlib.import_module, package=folder)
-  if device.compute_capability != _HOPPER:
+  if not is_hopper(device):
     kernel = load(".blackwell_ragged_dot_mgpu")
     return ByFunction(functools.partial(_blackwell_dot, kernel))
   dot = load(".ragged_dot_mgpu").ragged_dot
@@ -228,4 +232,4 @@ def _padded(rows: Array, multiple: int) -> Array:
   return jnp.pad(rows, ((0, -rows.shape[0] % multiple), (0, 0)))
 
 
-_log = functools.cache(_logger.log)  # logs each message once
+log = functools.cache(_logger.log)  # logs each message once
