@@ -29,8 +29,6 @@ Name = Literal["tiles", "ragged_dot", "megablox", "mgpu", "tokamax"]
 Implementation = Name | Callable[..., jax.Array] | None
 
 _HOSTS = {"mgpu": ("cuda", "an NVIDIA GPU"), "megablox": ("tpu", "a TPU")}
-# JAX's names of platforms whose devices cannot end a loop without the host.
-_GPUS = ("cuda", "rocm")
 
 
 def check(what: str, implementation: Any) -> None:
@@ -59,7 +57,7 @@ def choose(
 
   Args:
     implementation: the user's choice.
-    platform: JAX's name of the platform for which the program is lowered.
+    platform: for which the program is lowered: "cpu", "cuda", "tpu", "other".
     device: a device that will run the program; None if unknown.
     rows: the shape and dtype of rows, or of their results.
     matrices: the shape and dtype of the matrices, or of their gradients.
@@ -114,7 +112,7 @@ def default_of(device: Any) -> str:
   platform = "cuda" if device.platform == "gpu" else device.platform
   if platform == "cpu":
     try:
-      ffi.library("host")
+      ffi.path_and_interface("host")
     except (OSError, ffi.NativeError):
       return "the loop over tiles, because the native library is missing"
     return "the native library; the loop over tiles in exported programs"
@@ -128,7 +126,7 @@ def default_of(device: Any) -> str:
 
 
 def _tiles(platform: str) -> Any:
-  return tiles.ON_GPU if platform in _GPUS else tiles.ON_CPU
+  return tiles.ON_CPU if platform in ("cpu", "tpu") else tiles.ON_GPU
 
 
 def _tokamax(rows: Array, matrices: Array, group_sizes: Array) -> Array:
