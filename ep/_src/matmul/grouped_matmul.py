@@ -22,7 +22,8 @@ that argument, with the cotangent as the missing argument. So derivatives of all
 orders, in both modes, need only this primitive.
 
 Several matrices, such as w_gate and w_up, may share the rows. Then W and Y are
-lists, and T is the sum over them: the gradient of the rows is rounded once.
+lists, and T is the sum over them: the gradient of the rows is rounded once, but
+on TPUs also for each matrix.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def grouped_matmuls(
   """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
 
   All matrices have one shape. The sum of the gradients of the rows is rounded
-  once. With `tail="unspecified"` the rows after the last slab are not written,
-  in results, gradients and tangents.
+  once; on TPUs also each of its terms. With `tail="unspecified"` the
+  rows after the last slab are not written, in results, gradients and tangents.
 
   The matrices may have another dtype than the rows. Products use the dtype of
   the rows, and gradients of matrices have the dtype of the matrices.
@@ -291,7 +292,8 @@ def _lower_on_cuda(
 
 
 def _lower_on_tpu(ctx: Any, *operands: Any, missing: int, **params: Any) -> Any:
-  lower = _lowering(on_tpu.choose(*_shapes(ctx, missing)))
+  takes = on_tpu.takes(*_shapes(ctx, missing))
+  lower = _lowering(on_tpu if takes else by_ragged_dot)
   return lower(ctx, *operands, missing=missing, **params)
 
 
