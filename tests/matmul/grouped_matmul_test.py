@@ -6,14 +6,13 @@ import importlib.util
 
 import jax
 from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ep
-from ep._src.matmul import by_tpu_kernels, tiles
 from ep._src.matmul import grouped_matmul as gm
+from ep._src.matmul import tiles
 from ep._src.matmul.by_function import RAGGED_DOT
 from ep._src.native import ffi
 from ep.testing import GroupedMatmul
@@ -116,48 +115,6 @@ own.defvjp(lambda *args: (own(*args), args), _own_gradients)
 )
 def test_conformance(case):
   case.check()
-
-
-def _has_few_tiles(setting):
-  """Returns whether each axis has two or more tiles, but not many."""
-  rows, hidden = setting.capacity, setting.hidden
-  return 64 < rows < 200 and 48 < hidden < 96 and setting.num_experts < 20
-
-
-@pytest.mark.parametrize(
-  "case",
-  [
-    case
-    for dtype, count in (("bfloat16", None), ("float32", 1))
-    for case in _cases(
-      "tpu", by_tpu_kernels, dtypes=(dtype,), supports=_has_few_tiles
-    )[:count]
-  ],
-)
-def test_conformance_in_the_tpu_interpreter(case, monkeypatch):
-  """The last tile of each axis exceeds the array."""
-  monkeypatch.setattr(by_tpu_kernels, "_TILES", [(64, 48, 48)])
-  monkeypatch.setattr(by_tpu_kernels, "_PART", 32)
-  with pltpu.force_tpu_interpret_mode():
-    case.check()
-
-
-def test_many_matrices_in_the_tpu_interpreter():
-  """12 matrices of float32 fit into VMEM in smaller tiles only."""
-  rng = np.random.default_rng(0)
-  rows = rng.normal(size=(8, F)).astype(np.float32)
-  matrices = rng.normal(size=(12, 1, F, G)).astype(np.float32)
-
-  @jax.jit
-  def both(sizes, rows, matrices):
-    outs = by_tpu_kernels.expand(sizes, rows, matrices, "zero")
-    return outs, by_tpu_kernels.contract(sizes, outs, matrices, "zero")
-
-  with pltpu.force_tpu_interpret_mode():
-    outs, back = both(jnp.int32([8]), rows, [*matrices])
-  np.testing.assert_allclose(outs, rows @ matrices[:, 0], 1e-4, 1e-4)
-  expected = sum(y @ w[0].T for y, w in zip(outs, matrices, strict=True))
-  np.testing.assert_allclose(back, expected, 1e-4, 1e-4)
 
 
 def _matmul(rows, matrices):

@@ -92,7 +92,7 @@ def test_gradients_of_matrices_are_not_rounded_twice(caplog):
     (HOPPER, "ragged_dot_mgpu of JAX; the loop over tiles for float32 rows"),
     (BLACKWELL, "blackwell_ragged_dot_mgpu of JAX; the loop over tiles for"),
     (ADA, "the loop over tiles, because the kernels are for GPUs of compute"),
-    (Device(platform="tpu"), "kernels of Pallas for"),
+    (Device(platform="tpu"), "megablox of JAX for"),
     (Device(platform="rocm"), "the loop over tiles, because there are no"),
   ],
 )

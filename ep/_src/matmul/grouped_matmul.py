@@ -22,7 +22,8 @@ that argument, with the cotangent as the missing argument. So derivatives of all
 orders, in both modes, need only this primitive.
 
 Several matrices, such as w_gate and w_up, may share the rows. Then W and Y are
-lists, and T is the sum over them: the gradient of the rows is rounded once.
+lists, and T is the sum over them: the gradient of the rows is rounded once, but
+on TPUs also for each matrix.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def choose(
     if platform == "cuda":
       return on_cuda.choose(device, rows, matrices, is_gradient)
     if platform == "tpu":
-      return on_tpu.choose(rows, matrices.shape)
+      return on_tpu if on_tpu.takes(rows, matrices.shape) else RAGGED_DOT
     return _tiles(platform)
   if implementation == "tiles":
     return _tiles(platform)
@@ -90,7 +90,12 @@ def choose(
   if implementation == "mgpu":
     return on_cuda.choose(device, rows, matrices, is_gradient, named=True)
   if implementation == "megablox":
-    return ByFunction(_megablox)
+    if not on_tpu.takes(rows, matrices.shape):
+      raise ValueError(
+        f"{start} takes bfloat16 and float32, not {rows.dtype}; convert the"
+        " rows, or pass implementation=None."
+      )
+    return on_tpu
   if importlib.util.find_spec("tokamax") is None:
     raise ValueError(
       f"{start} needs the package tokamax, which needs Python 3.12 and JAX"
@@ -117,7 +122,7 @@ def default_of(device: Any) -> str:
       return "the loop over tiles, because the native library is missing"
     return "the native library; the loop over tiles in exported programs"
   if platform == "tpu":
-    return "kernels of Pallas for bfloat16 and float32, else lax.ragged_dot"
+    return "megablox of JAX for bfloat16 and float32, else lax.ragged_dot"
   if platform != "cuda":
     return "the loop over tiles, because there are no kernels for it"
   if reason := on_cuda.why_not(device):
@@ -150,15 +155,3 @@ def _tokamax_gradient(
     preferred_element_type=dtype,
   )
   return out
-
-
-def _megablox(rows: Array, matrices: Array, group_sizes: Array) -> Array:
-  from jax.experimental.pallas.ops.tpu import megablox
-
-  num_rows, *widths = rows.shape[0], *matrices.shape[1:]
-  height = min(512, -(-num_rows // 128) * 128)
-  # The kernel needs whole tiles of rows.
-  rows = jnp.pad(rows, ((0, -num_rows % height), (0, 0)))
-  tiling = height, *(min(1024, width) for width in widths)
-  out: Array = megablox.gmm(rows, matrices, group_sizes, rows.dtype, tiling)
-  return out[:num_rows]
