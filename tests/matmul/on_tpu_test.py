@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import ep
-from ep._src.matmul import on_tpu, row_map
-from ep._src.matmul.row_map import map_used_rows
+from ep._src.matmul import on_tpu
+from ep._src.ops import row_map
+from ep._src.ops.row_map import map_used_rows
 from ep.testing import GroupedMatmul
 
 L, F, G = 4, 72, 80

@@ -13,10 +13,11 @@ from jax.typing import DTypeLike
 from ep._src.base import arguments, arrays, quantizers
 from ep._src.base.config import NotCopied, short_repr, token_dtype, WIRES
 from ep._src.group.group import EpGroup, EpLayerConfig
-from ep._src.matmul import implementations, row_map
+from ep._src.matmul import implementations
 from ep._src.matmul.implementations import Implementation
 from ep._src.moe import router
 from ep._src.moe.experts import Activation, Experts, Weigh
+from ep._src.ops import row_map
 
 _POSITIVE = ("hidden", "inner", "num_experts", "top_k", "token_chunks")
 _FLAGS = (

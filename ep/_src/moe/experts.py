@@ -15,14 +15,14 @@ from ep._src.base import arguments, compat
 from ep._src.base.identities import keep_routing
 from ep._src.matmul.grouped_matmul import grouped_matmuls
 from ep._src.matmul.implementations import Implementation
-from ep._src.matmul.row_map import (
+from ep._src.ops.combine import ep_combine
+from ep._src.ops.dispatch import ep_dispatch
+from ep._src.ops.handle import EpHandle
+from ep._src.ops.row_map import (
   fan_out,
   map_used_rows,
   weighted,
 )
-from ep._src.ops.combine import ep_combine
-from ep._src.ops.dispatch import ep_dispatch
-from ep._src.ops.handle import EpHandle
 
 Activation = Callable[[jax.Array], jax.Array]
 Weigh = Literal["late", "early", "input"]
