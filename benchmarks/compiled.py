@@ -9,10 +9,11 @@ and parameters are float32. The costs are of one device:
 
   FLOPs    by XLA's cost model, over 18 C H F, the need of all C rows
   GB       bytes accessed, by the same model
+  outside  GB accessed outside of Pallas kernels
   temp MB  temporaries at their peak
   rows ... others
-           numbers of operations: gathers of rows, all gathers, scatters, sorts,
-           kernels of Pallas, copies, ragged-all-to-alls, other collectives
+           numbers of operations: gathers of rows, all gathers, scatters of
+           rows, sorts, kernels, copies, ragged-all-to-alls, other collectives
   seconds  CPU time of the compilation, which depends less on other work on the
            machine than its duration
 
@@ -45,6 +46,7 @@ import targets
 _OPCODE = re.compile(r" ([a-z][a-z0-9-]*)\(%")
 _ROWS = re.compile(r"slice_sizes=\{(1,)*(?!1[,}])\d")  # several elements
 _KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*)"')
+_ESTIMATE = re.compile(r'"cost_estimate":\{.*?"bytes_accessed":"?(\d+)')
 _COLLECTIVE = "all-(gather|reduce|to-all)|collective-permute|reduce-scatter"
 # The columns of the table that count operations.
 _COUNTS = "rows gather scatter sort kernel copy ragged-all-to-all others"
@@ -64,9 +66,11 @@ def operations(text: str) -> Counter[str]:
   """Counts the operations of a compiled program by opcode.
 
   An operation of a fusion or a loop counts once, and an asynchronous operation
-  counts when it starts. Some also count under another name: "rows" (gathers of
-  several elements), "kernel" (of Pallas), "unknown" (kernels whose costs XLA's
-  model does not know), "others" (collectives except ragged-all-to-all).
+  counts when it starts. Scatters of single elements count as "scalars". Some
+  operations also count under another name: "rows" (gathers of several
+  elements), "kernel" (of Pallas), "unknown" (kernels without an estimate of
+  their costs), "others" (collectives except ragged-all-to-all). "bytes" is the
+  sum of the kernels' estimates.
   """
   found = Counter[str]()
   for line in text.splitlines():
@@ -74,20 +78,26 @@ def operations(text: str) -> Counter[str]:
     if opcode is None or opcode[1].endswith("-done"):
       continue
     name = opcode[1].removesuffix("-start")
-    is_kernel = bool(_KERNEL.search(line))
+    if name == "scatter" and "update_window_dims={}" in line:
+      name = "scalars"
     found[name] += 1
     found["rows"] += name == "gather" and bool(_ROWS.search(line))
     found["others"] += bool(re.fullmatch(_COLLECTIVE, name))
-    found["kernel"] += is_kernel
-    found["unknown"] += is_kernel and '"cost_estimate"' not in line
+    if _KERNEL.search(line):
+      estimate = _ESTIMATE.search(line)
+      found["kernel"] += 1
+      found["unknown"] += estimate is None
+      found["bytes"] += int(estimate[1]) if estimate else 0
   return found
 
 
-def lower(shape: Shape, factor: float | None, mesh: Mesh) -> Any:
+def lower(
+  shape: Shape, factor: float | None, mesh: Mesh, **options: Any
+) -> Any:
   """Lowers a layer with gradients for a mesh from `targets.mesh`.
 
   The capacity is `factor` times the rows of a balanced routing; None is the
-  worst case.
+  worst case. `ep.MoEConfig` gets the options.
   """
   config = ep.MoEConfig(
     shape.hidden,
@@ -98,6 +108,7 @@ def lower(shape: Shape, factor: float | None, mesh: Mesh) -> Any:
     overflow="drop" if factor else None,
     normalize=shape.top_k > 1,
     dtype=jnp.bfloat16,
+    **options,
   )
   layer = ep.MoE(config, mesh, backend="xla")
 
@@ -150,7 +161,8 @@ def measure(
   jax.config.update("jax_platforms", "cpu")
   mesh = targets.mesh(target)
   print(f"\n# {target}: {mesh.size} devices, jax {jax.__version__}")
-  print(f"{'shape':24} factor FLOPs      GB  temp MB", _COUNTS, "seconds")
+  titles = "factor FLOPs      GB outside temp MB", _COUNTS, "seconds"
+  print(f"{'shape':24}", *titles)
   for shape in shapes:
     experts = min(shape.num_experts, most_experts * mesh.size)
     shape = dataclasses.replace(shape, num_experts=experts)
@@ -164,7 +176,8 @@ def measure(
       flops = cost.flops / needed_flops(shape, factor, mesh.size)
       print(
         f"{start} {flops:5.2f} {cost.num_bytes / 1e9:7.3f}"
-        f" {cost.temporaries / 1e6:8.0f}",
+        f" {(cost.num_bytes - cost.operations['bytes']) / 1e9:7.3f}"
+        f" {cost.temporaries / 1e6:7.0f}",
         *(f"{cost.operations[x]:{len(x)}}" for x in _COUNTS.split()),
         f"{cost.seconds:7.1f}",
         flush=True,

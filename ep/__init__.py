@@ -57,13 +57,13 @@ from ep import quant as quant
 from ep._src.base.contexts import checked as checked
 from ep._src.base.errors import EpError as EpError
 from ep._src.base.identities import keep_routing as keep_routing
+from ep._src.base.ordered_sum import ordered_psum as ordered_psum
 from ep._src.group.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.group.bootstrap import ep_finalize as ep_finalize
 from ep._src.group.bootstrap import ep_resize as ep_resize
 from ep._src.group.group import EpGroup as EpGroup
 from ep._src.group.group import EpLayerConfig as EpLayerConfig
 from ep._src.matmul.grouped_matmul import grouped_matmul as grouped_matmul
-from ep._src.matmul.ordered_sum import ordered_psum as ordered_psum
 from ep._src.moe.config import MoEConfig as MoEConfig
 from ep._src.moe.layer import MoE as MoE
 from ep._src.moe.losses import load_balancing_loss as load_balancing_loss

@@ -53,6 +53,7 @@ def main() -> None:
     environment = Environment(pathlib.Path(scratch).resolve())
     wheels = pathlib.Path(scratch, "wheels")
     wheels.mkdir()
+    write_wheel(wheels, "absl-py", "2.3.0", {})
     write_wheel(wheels, "nccl-extensions", "0.1.0", {})
     for version in (oldest, newest, _UNKNOWN):
       write_wheel(wheels, nccl, version, {})

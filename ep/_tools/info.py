@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints versions and usable backends: python -m ep info.
+"""Prints versions, usable backends and the grouped matmul: python -m ep info.
 
 The exit code is 0 if the default backend can run on this machine.
 """
@@ -18,6 +18,7 @@ import numpy as np
 import ep
 from ep._src.base.backend import CannotServe
 from ep._src.group.bootstrap import BACKENDS, NATIVE
+from ep._src.matmul import implementations
 from ep._src.native import gpus
 
 _DISTRIBUTION = "jax-ep"
@@ -26,7 +27,8 @@ _DISTRIBUTION = "jax-ep"
 def main(args: list[str]) -> int:
   parser = argparse.ArgumentParser(
     prog="python -m ep info",
-    description="Prints installed versions and usable backends.",
+    description="Prints installed versions, usable backends and the"
+    " implementation of ep.grouped_matmul.",
   )
   parser.parse_args(args)
   folder = pathlib.Path(__file__).parent.parent
@@ -67,6 +69,7 @@ def main(args: list[str]) -> int:
       print(f"{label}cannot run: {why}")
     else:
       print(f"{label}can run{f' on {found}' if found else ''}")
+  print(f"grouped matmul: {implementations.default_of(devices[0])}")
   return 1 if isinstance(outcomes[default], Exception) else 0
 
 

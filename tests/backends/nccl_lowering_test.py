@@ -4,12 +4,7 @@
 The host engine gets the arguments for NCCL EP. XLA gets the programs for GPUs.
 """
 
-import re
-import types
-
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,9 +12,7 @@ from cases import assert_same, Case, expected, global_view, lower
 from conftest import make_mesh
 import ep
 from ep._src.backends import host
-from ep._src.base import compat
 from ep._src.base.backend import OPS
-from ep._src.matmul import on_cuda
 from groups import bootstrap
 from nccl_testing import HostEngine
 from op_functions import dispatch, everything, Moved, round_trip
@@ -86,41 +79,3 @@ def test_a_program_survives_its_export(case):
   exported = jax.export.export(program, disabled_checks=allowed)(*args)
   loaded = jax.export.deserialize(exported.serialize())
   assert_same(loaded.call(*args), expected(case, round_trip, *inputs))
-
-
-def opaque_kernel(_, out_type, **__):
-  """Replaces Mosaic kernels, which JAX lowers slowly; see by_mosaic_test."""
-  return jax.ffi.ffi_call("kernel", out_type)
-
-
-@pytest.mark.parametrize(("weigh", "alignment"), [("late", 1), ("early", 64)])
-def test_a_layer_on_hopper_touches_no_unused_rows(
-  weigh, alignment, monkeypatch
-):
-  """No XLA operation computes on all C rows of a buffer, even in gradients."""
-  device = types.SimpleNamespace(compute_capability="9.0", core_count=132)
-  monkeypatch.setattr(host, "NativeConnection", HostEngine)
-  monkeypatch.setattr(compat, "local_device", lambda _: device)
-  for compiles in ("_failure", "_failure_of_map"):
-    monkeypatch.setattr(on_cuda, compiles, lambda *_: None)
-  monkeypatch.setattr(plgpu, "kernel", opaque_kernel)
-  config = ep.MoEConfig(64, 192, 8, 3, weigh=weigh, dtype=jnp.bfloat16)
-  with bootstrap(
-    make_mesh({"ep": 4}),
-    hidden_dim=64,
-    max_tokens_per_rank=16,
-    alignment=alignment,
-  ) as group:
-    layer = ep.MoE(config, group)
-    params = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), config))
-    tokens = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-
-    def loss(params, tokens):
-      return jnp.sum(layer(params, tokens)[0].astype(jnp.float32))
-
-    traced = jax.jit(jax.grad(loss, (0, 1))).trace(params, tokens)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    capacity = layer.ep_layer.capacity_for(16)
-    rows = rf"stablehlo\.(\w+).*tensor<{capacity}x(?:64|192)x"
-  moves = {"custom_call", "optimization_barrier"}
-  assert set(re.findall(rows, text)) == moves

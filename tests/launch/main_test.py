@@ -27,6 +27,7 @@ def test_a_missing_library(capsys, tmp_path, monkeypatch):
   assert "host (the default) cannot run: libep_ffi_cpu.so was not" in output
   assert "install a wheel of jax-ep" in output
   assert "xla  can run\n" in output
+  assert "grouped matmul: the loop over tiles, because the native" in output
   assert "WARNING" not in output
 
 
@@ -44,6 +45,7 @@ def test_the_default_backend_runs(capsys, tmp_path, monkeypatch):
   assert "host (the default) can run on " in output
   assert "nccl cannot run: it needs NVIDIA GPUs" in output
   assert "xla  can run\n" in output
+  assert "grouped matmul: the native library; the loop over tiles in" in output
   assert "pip uninstall ep jax-ep;" in output
 
 

@@ -2,21 +2,18 @@
 """Grouped matmuls pass the rules of ep.testing."""
 
 import functools
+import importlib.util
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ep
-from ep._src.matmul import (
-  by_ragged_dot,
-  by_static_tiles,
-  by_tiles,
-  by_tpu_kernels,
-)
 from ep._src.matmul import grouped_matmul as gm
+from ep._src.matmul import tiles
+from ep._src.matmul.by_function import RAGGED_DOT
 from ep._src.native import ffi
 from ep.testing import GroupedMatmul
 
@@ -27,7 +24,7 @@ SLABS = [*map(slice, np.cumsum(SIZES) - SIZES, np.cumsum(SIZES))]
 SEGMENTS = [[0, 0], [100, 50], [0, 17], [0, 0], [0, 0], [130, 0]]
 
 
-def _of_module(ops):
+def _of_namespace(ops):
   """Returns the functions of an implementation as one function.
 
   Two halves of each matrix are two matrices, as in a gated expert.
@@ -61,11 +58,10 @@ def _of_module(ops):
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def _cases(matmul, *rules, **declared):
+def _cases(name, matmul, *rules, **declared):
   """Returns cases of ep.testing; `unread` and `neighbours` check gradients."""
-  name = matmul.__name__.rpartition(".")[2]
   if not callable(matmul):
-    matmul = _of_module(matmul)
+    matmul = _of_namespace(matmul)
   declared = dict(dtypes=DTYPES, multiples=(1, 1, 2)) | declared
   subject = GroupedMatmul(
     name=name, matmul=matmul, tail="zero", gradients=True, **declared
@@ -76,65 +72,49 @@ def _cases(matmul, *rules, **declared):
   ]
 
 
+@jax.custom_vjp
+def own(lhs, rhs, group_sizes):
+  """Multiplies as a kernel may: NaN in rows that no group has."""
+  used = jnp.arange(len(lhs)) < group_sizes.sum()
+  out = lax.ragged_dot(lhs, rhs, group_sizes)
+  return jnp.where(used[:, None], out, jnp.nan)
+
+
+def _own_gradients(residuals, g):
+  """Returns NaN as the gradient of rows, which `ep` does not ask for."""
+  lhs, rhs, group_sizes = residuals
+  _, vjp = jax.vjp(lambda w: lax.ragged_dot(lhs, w, group_sizes), rhs)
+  return jnp.full_like(lhs, jnp.nan), *vjp(g), None
+
+
+own.defvjp(lambda *args: (own(*args), args), _own_gradients)
+
+
 @pytest.mark.parametrize(
   "case",
   [
     *_cases(
-      gm.grouped_matmul,
+      "function",
+      functools.partial(gm.grouped_matmul, implementation=own),
+      *("jvp", "second_order"),
+      dtypes=("float32",),
+      jvp=True,
+      second_order=True,
+    ),
+    *_cases(
+      *("default", gm.grouped_matmul),
       *("neighbours", "repeatable", "jvp", "second_order"),
       jvp=True,
       second_order=True,
     ),
-    *_cases(by_tiles, "neighbours"),
-    *_cases(by_static_tiles, "neighbours"),
+    *_cases("tiles_on_cpu", tiles.ON_CPU, "neighbours"),
+    *_cases("tiles_on_gpu", tiles.ON_GPU, "neighbours"),
     # XLA:CPU multiplies the matrices of other groups by zeros.
-    *_cases(by_ragged_dot),
+    *_cases("ragged_dot", RAGGED_DOT),
   ],
 )
 def test_conformance(case):
   case.check()
-
-
-def _has_few_tiles(setting):
-  """Returns whether each axis has two or more tiles, but not many."""
-  rows, hidden = setting.capacity, setting.hidden
-  return 64 < rows < 200 and 48 < hidden < 96 and setting.num_experts < 20
-
-
-@pytest.mark.parametrize(
-  "case",
-  [
-    case
-    for dtype, count in (("bfloat16", None), ("float32", 1))
-    for case in _cases(
-      by_tpu_kernels, dtypes=(dtype,), supports=_has_few_tiles
-    )[:count]
-  ],
-)
-def test_conformance_in_the_tpu_interpreter(case, monkeypatch):
-  """The last tile of each axis exceeds the array."""
-  monkeypatch.setattr(by_tpu_kernels, "_TILES", [(64, 48, 48)])
-  monkeypatch.setattr(by_tpu_kernels, "_PART", 32)
-  with pltpu.force_tpu_interpret_mode():
-    case.check()
-
-
-def test_many_matrices_in_the_tpu_interpreter():
-  """12 matrices of float32 fit into VMEM in smaller tiles only."""
-  rng = np.random.default_rng(0)
-  rows = rng.normal(size=(8, F)).astype(np.float32)
-  matrices = rng.normal(size=(12, 1, F, G)).astype(np.float32)
-
-  @jax.jit
-  def both(sizes, rows, matrices):
-    outs = by_tpu_kernels.expand(sizes, rows, matrices, "zero")
-    return outs, by_tpu_kernels.contract(sizes, outs, matrices, "zero")
-
-  with pltpu.force_tpu_interpret_mode():
-    outs, back = both(jnp.int32([8]), rows, [*matrices])
-  np.testing.assert_allclose(outs, rows @ matrices[:, 0], 1e-4, 1e-4)
-  expected = sum(y @ w[0].T for y, w in zip(outs, matrices, strict=True))
-  np.testing.assert_allclose(back, expected, 1e-4, 1e-4)
 
 
 def _matmul(rows, matrices):
@@ -207,11 +187,11 @@ def test_work_is_linear_in_the_rows_used():
   steps = []
 
   def step(tile, out):
-    jax.debug.callback(lambda slab: steps.append(int(slab)), tile.slab)
+    jax.debug.callback(lambda group: steps.append(int(group)), tile.group)
     return out
 
   for sizes in ([128, 0, 0, 1], [0, 0, 0, 0]):
-    by_tiles._Tiles(0, jnp.int32(sizes), 1024).fold(step, 0)
+    tiles.ON_CPU._fold(step, 0, 0, jnp.int32(sizes), 1024)
   jax.effects_barrier()
   assert steps == [0, 0, 3]  # The expert segment of each tile.
 
@@ -265,3 +245,48 @@ def test_without_jit():
       jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.array([2])
     )
   np.testing.assert_array_equal(out, np.full((2, 3), 4))
+
+
+def test_a_function_gets_operands_of_one_dtype():
+  rows, matrices, g = _inputs(jnp.bfloat16)
+  matrices = matrices.astype("float32")
+  dtypes = []
+
+  def dot(lhs, rhs, group_sizes):
+    dtypes.append((lhs.dtype, rhs.dtype))
+    return lax.ragged_dot(lhs, rhs, group_sizes)
+
+  def product(w):
+    sizes = jnp.int32(SIZES)
+    return gm.grouped_matmuls(rows, [w], sizes, implementation=dot)[0]
+
+  out, vjp = jax.vjp(product, matrices)
+  (grad,) = vjp(g)
+  assert out.dtype == jnp.bfloat16 and grad.dtype == jnp.float32
+  assert set(dtypes) == {(rows.dtype, rows.dtype)}
+
+
+@pytest.mark.parametrize(
+  ("implementation", "words"),
+  [
+    ("tile", r"= 'tile', but it must be None, one of \('tiles', 'ragged_dot'"),
+    (3, "= 3, but it must be None, one of"),
+    (lambda *_: 1, r"returned int, but an array \[2, 3\] is expected"),
+    (lambda x, *_: x, r"returned \(2, 4\), but an array \[2, 3\]"),
+    ("mgpu", '= "mgpu" is for an NVIDIA GPU, and this program is for cpu; p'),
+    ("megablox", '= "megablox" is for a TPU, and this program is for cpu; p'),
+  ],
+)
+def test_an_implementation_that_cannot_run(implementation, words):
+  args = jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.int32([2])
+  with pytest.raises(
+    ValueError, match=f"grouped_matmul: implementation {words}"
+  ):
+    gm.grouped_matmul(*args, implementation=implementation)
+
+
+def test_tokamax_that_is_not_installed(monkeypatch):
+  args = jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.int32([2])
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(ValueError, match="pip install tokamax; or pass implem"):
+    gm.grouped_matmul(*args, implementation="tokamax")

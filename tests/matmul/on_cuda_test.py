@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """ep picks a grouped matmul for each NVIDIA GPU, and a log line says why."""
 
+import functools
+import importlib
+import importlib.util
 import logging
+import sys
 import types
 
 import jax
@@ -12,107 +16,161 @@ import pytest
 
 from cases import jit_quickly
 import ep
-from ep._src.matmul import by_ragged_dot, by_static_tiles, mosaic_sums, on_cuda
+from ep._src.matmul import implementations, on_cuda, tiles
+from ep._src.matmul.by_function import ByFunction
+from ep.testing import GroupedMatmul
 
 
 class Device(types.SimpleNamespace):
   __hash__ = object.__hash__
 
 
-HOPPER = Device(compute_capability="9.0", core_count=132)
-ADA = Device(compute_capability="8.9", core_count=142)
-BLACKWELL = Device(compute_capability="10.0", core_count=148)
+HOPPER = Device(compute_capability="9.0", core_count=4)
+ADA = Device(compute_capability="8.9")
+BLACKWELL = Device(compute_capability="10.0", core_count=4)
 
 
-def _rows(num_rows=128, dtype=jnp.bfloat16, width=64):
-  return jax.ShapeDtypeStruct((num_rows, width), dtype)
+def _array(*shape, dtype=jnp.bfloat16):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+ROWS, MATRICES = _array(130, 128), _array(8, 128, 128)
 
 
 @pytest.fixture(autouse=True)
 def _fresh_log(monkeypatch):
-  monkeypatch.setattr(on_cuda, "_log", logging.getLogger("ep").info)
+  monkeypatch.setattr(on_cuda, "log", logging.getLogger("ep").log)
 
 
 @pytest.mark.parametrize(
-  ("device", "rows", "matrices", "chosen", "why"),
+  ("device", "rows", "matrices", "why"),
   [
-    (None, _rows(), (8, 64, 64), by_static_tiles, "exported"),
-    (None, _rows(), (2, 64, 64), by_ragged_dot, "exported"),
-    (ADA, _rows(), (8, 64, 64), by_static_tiles, "and this one has 8.9"),
-    (BLACKWELL, _rows(), (8, 64, 128), by_static_tiles, "at least 128"),
-    (HOPPER, _rows(dtype=jnp.float32), (1, 64, 64), by_static_tiles, "float32"),
-    (HOPPER, _rows(132), (8, 64, 64), by_static_tiles, "a multiple of 8"),
-    (HOPPER, _rows(56), (8, 64, 64), by_static_tiles, "at least 64"),
-    (HOPPER, _rows(0), (8, 64, 64), by_ragged_dot, "at least 64"),
-    (HOPPER, _rows(), (8, 64, 72), by_static_tiles, "multiples of 64"),
+    (None, ROWS, MATRICES, "exported"),
+    (ADA, ROWS, MATRICES, "this one has 8.9"),
+    (HOPPER, _array(130, 128, dtype=jnp.float32), MATRICES, "not float32"),
+    (HOPPER, ROWS, _array(8, 128, 72), "multiples of 64"),
+    (BLACKWELL, ROWS, _array(8, 64, 128), "multiples of 128"),
   ],
 )
-def test_without_kernels(device, rows, matrices, chosen, why, caplog):
+def test_without_kernels(device, rows, matrices, why, caplog):
   with caplog.at_level(logging.INFO, "ep"):
-    assert on_cuda.choose(device, rows, matrices) is chosen
+    chosen = on_cuda.choose(device, rows, matrices, False)
+  assert chosen is tiles.ON_GPU
   assert why in caplog.text
+  with pytest.raises(ValueError, match=f'"mgpu" cannot run: .*{why}.*; pass'):
+    on_cuda.choose(device, rows, matrices, False, named=True)
 
 
 @pytest.mark.parametrize(
-  ("device", "accumulate"),
-  [
-    (HOPPER, mosaic_sums.in_registers),
-    (BLACKWELL, mosaic_sums.in_tensor_memory),
-  ],
+  ("missing", "cure"),
+  [("ragged_dot_mgpu", ""), ("absl", "; run: pip install absl-py")],
 )
-def test_kernels(device, accumulate, monkeypatch, caplog):
-  monkeypatch.setattr(on_cuda, "_failure", lambda device: None)
+def test_a_jax_without_kernels(missing, cure, monkeypatch, caplog):
+  def fail(*_, **__):
+    raise ModuleNotFoundError(f"No module named {missing}", name=missing)
+
+  monkeypatch.setattr(importlib, "import_module", fail)
+  with caplog.at_level(logging.WARNING, "ep"):
+    assert on_cuda.choose(HOPPER, ROWS, MATRICES, False) is tiles.ON_GPU
+  words = "does not load the kernels: No module named"
+  assert f"JAX {jax.__version__} {words} {missing}{cure}" in caplog.text
+
+
+def test_gradients_of_matrices_are_not_rounded_twice(caplog):
+  """The kernel rounds a gradient to the dtype of the rows."""
+  wide = _array(8, 128, 128, dtype=jnp.float32)
   with caplog.at_level(logging.INFO, "ep"):
-    chosen = on_cuda.choose(device, _rows(width=128), (8, 128, 128))
-  options = {"num_cores": device.core_count, "accumulate": accumulate}
-  assert chosen.expand.keywords == options
-  assert "kernels of Pallas Mosaic GPU" in caplog.text
+    assert on_cuda.choose(HOPPER, ROWS, wide, True) is tiles.ON_GPU
+  assert 'implementation="mgpu" accepts' in caplog.text
+  for args in (MATRICES, True), (wide, True, True), (wide, False):
+    assert isinstance(on_cuda.choose(HOPPER, ROWS, *args), ByFunction)
 
 
 @pytest.mark.parametrize(
-  ("arrays", "why"),
+  ("device", "words"),
   [
-    ([_rows(), jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)], "of one F"),
-    ([jax.ShapeDtypeStruct((128, 64, 64), jnp.bfloat16)], "of one F"),
-    ([jax.ShapeDtypeStruct((128,), jnp.float32)], "of one F"),
-    ([_rows(), jax.ShapeDtypeStruct((128,), jnp.bool_)], "32 bits"),
-    ([_rows(dtype=jnp.float32)], "not float32"),
-    ([_rows(132)], "a multiple of 8"),
-    ([_rows()], "ImportError: no such name"),
+    (HOPPER, "ragged_dot_mgpu of JAX; the loop over tiles for float32 rows"),
+    (BLACKWELL, "blackwell_ragged_dot_mgpu of JAX; the loop over tiles for"),
+    (ADA, "the loop over tiles, because the kernels are for GPUs of compute"),
+    (Device(platform="tpu"), "megablox of JAX for"),
+    (Device(platform="rocm"), "the loop over tiles, because there are no"),
   ],
 )
-def test_functions_over_all_rows(arrays, why, monkeypatch, caplog):
-  def import_fails(device):
-    raise ImportError("no such name")
-
-  monkeypatch.setattr(on_cuda, "_row_kernel", import_fails)
-  monkeypatch.setattr(jax.sharding, "SingleDeviceSharding", lambda _: None)
-  with caplog.at_level(logging.INFO, "ep"):
-    assert on_cuda.row_map(HOPPER, jnp.sin, arrays, arrays[:1]) is None
-  assert "over all rows, because" in caplog.text
-  assert why in caplog.text
+def test_the_default_of_a_device_has_a_reason(device, words):
+  device = Device(**{"platform": "gpu", **vars(device)})
+  assert implementations.default_of(device).startswith(words)
 
 
-def test_a_jax_that_does_not_compile_the_kernels(monkeypatch, caplog):
-  """ep tries to compile the kernels once per device."""
-  asked = []
+def test_blackwell_warns_of_gradients_in_a_loop(caplog):
+  with caplog.at_level(logging.WARNING, "ep"):
+    chosen = on_cuda.choose(BLACKWELL, ROWS, MATRICES, False)
+    assert chosen is not tiles.ON_GPU
+    assert not caplog.records
+    for named in (False, True):
+      chosen = on_cuda.choose(BLACKWELL, ROWS, MATRICES, True, named)
+      assert chosen is tiles.ON_GPU
+  assert caplog.text.count("no kernel for it on Blackwell") == 2
 
-  def import_fails(device):
-    asked.append(device.core_count)
-    raise ImportError("no such name")
 
-  monkeypatch.setattr(on_cuda, "_kernels", import_fails)
+def _kernels():
+  return on_cuda.choose(HOPPER, ROWS, MATRICES, False)
 
-  monkeypatch.setattr(jax.sharding, "SingleDeviceSharding", lambda _: None)
-  device = Device(compute_capability="9.0", core_count=7)
-  with caplog.at_level(logging.INFO, "ep"):
-    for _ in range(2):
-      chosen = on_cuda.choose(device, _rows(), (8, 64, 64))
-  assert chosen is by_static_tiles
-  assert asked == [7]
-  assert (
-    "does not compile the kernels: ImportError: no such name" in caplog.text
-  )
+
+@jax.custom_vjp
+def _by_kernels(rows, matrices, sizes):
+  return _kernels().expand(sizes, rows, [matrices], "zero")[0]
+
+
+def _gradients(residuals, g):
+  rows, matrices, sizes = residuals
+  of_rows = _kernels().contract(sizes, [g], [matrices], "zero")
+  return of_rows, *_kernels().outer(sizes, rows, [g], g.dtype), None
+
+
+_by_kernels.defvjp(lambda *args: (_by_kernels(*args), args), _gradients)
+
+
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 12), reason="JAX cannot interpret the kernels"
+)
+@pytest.mark.parametrize(
+  "case",
+  ep.testing.cases(
+    GroupedMatmul(
+      name="mgpu",
+      matmul=_by_kernels,
+      multiples=(1, 64, 64),
+      tail="zero",
+      gradients=True,
+      dtypes=("bfloat16",),
+      supports=lambda s: s.capacity < 200 and s.num_experts < 6,
+    ),
+    ["unread", "neighbours"],
+  )[::9],
+)
+def test_the_kernels_for_hopper_conform(case, monkeypatch):
+  from jax._src.pallas.mosaic_gpu.interpret import params
+
+  def devices(real=jax.devices):
+    asks = sys._getframe(1).f_globals["__name__"]
+    return [HOPPER] if asks.endswith("transposed_ragged_dot_mgpu") else real()
+
+  monkeypatch.setattr(jax, "devices", devices)
+  options = params.InterpretGPUParams(out_of_bounds_reads="uninitialized")
+  with params.force_gpu_interpret_mode(options):
+    case.check()
+
+
+def test_tokamax_computes_gradients_of_matrices_on_hopper_alone(
+  monkeypatch, caplog
+):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+  choose = functools.partial(implementations.choose, "tokamax", "cuda")
+  for device in (HOPPER, BLACKWELL, ADA, None):
+    assert isinstance(choose(device, ROWS, MATRICES, False), ByFunction)
+    chosen = choose(device, ROWS, MATRICES, True)
+    assert (chosen is tiles.ON_GPU) == (device is not HOPPER)
+  assert caplog.text.count("tokamax multiplies all rows for each matrix") == 3
 
 
 def test_an_exported_program_has_no_kernels():
@@ -128,7 +186,7 @@ def test_an_exported_program_has_no_kernels():
 def test_the_loop_over_fewer_rows_than_a_tile():
   @jit_quickly
   def expand(sizes, rows, matrices):
-    return by_static_tiles.expand(sizes, rows, [matrices], "zero")[0]
+    return tiles.ON_GPU.expand(sizes, rows, [matrices], "zero")[0]
 
   out = expand(np.int32([1, 1]), np.ones((3, 4), "f"), np.ones((2, 4, 5), "f"))
   np.testing.assert_array_equal(out, [[4] * 5, [4] * 5, [0] * 5])
@@ -148,7 +206,7 @@ def test_the_loop_has_a_static_length_and_no_tf32():
 
   traced = jax.jit(both).trace(*args)
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
-  length = (300 + 8 * 134) // 128
+  length = (300 + 8 * 127) // 128
   assert text.count(f"dense<{length}> : tensor<i32>") >= 1
   assert text.count("stablehlo.while") == 3
   dots = [line for line in text.splitlines() if "dot_general" in line]

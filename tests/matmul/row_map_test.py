@@ -15,8 +15,8 @@ import pytest
 from cases import jit_quickly
 import ep
 from ep._src.matmul import grouped_matmul as gm
-from ep._src.matmul import row_map
-from ep._src.matmul.row_map import map_used_rows
+from ep._src.ops import row_map
+from ep._src.ops.row_map import map_used_rows
 
 C, USED, F = 600, 300, 4  # USED is two whole blocks and a partial block.
 

@@ -115,6 +115,11 @@ def test_an_update_keeps_a_bias_finite(rate, entry):
     (dict(name="moe\0"), r"name = 'moe\\x00'"),
     (dict(tp_axis="x", fsdp_axis="x"), "tp_axis and fsdp_axis are both 'x'"),
     (dict(wire="fp8"), "wire = 'fp8'"),
+    (dict(implementation="cutlass"), "implementation = 'cutlass', but it must"),
+    (
+      dict(implementation="tiles", deterministic=True),
+      "implementation = 'tiles', but deterministic = True",
+    ),
     (dict(wire="mxfp8", hidden=48), "rows have 48 elements"),
     (dict(wire="fp8_block128", hidden=64), "rows have 64 elements"),
   ],

@@ -8,6 +8,7 @@ equal, because XLA computes the matmuls in another order.
 import functools
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 import numpy as np
@@ -116,6 +117,28 @@ def test_an_activation_may_have_a_learned_parameter():
   expected = np.einsum("tk,tke,teh->th", weights, np.eye(E)[topk_idx], out)
   assert_shards_close(got, expected, 1e-4, 1e-4)
   assert_shards_close(grad, expected.sum() / 2, 1e-3, 1e-3)
+
+
+@of_one_process
+def test_a_program_belongs_to_one_implementation():
+  """Functions are compared by identity: JAX traces each of them once."""
+  case = Case(layer())
+  arrays = _arrays(case, gated=False)
+  placed = put_moe(case.layer, *arrays)
+  calls = []
+
+  def implementation():
+    def dot(lhs, rhs, group_sizes):
+      calls.append(dot)
+      return lax.ragged_dot(lhs, rhs, group_sizes)
+
+    return dot
+
+  first, second = implementation(), implementation()
+  for dot in first, first, second:
+    got = _moe(case.layer, implementation=dot)(*placed)
+    assert_shards_close(got, np.asarray(_dense(*arrays)), 1e-5, 1e-4)
+  assert calls.count(first) == calls.count(second) > 0
 
 
 @of_one_process

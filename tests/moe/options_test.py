@@ -7,6 +7,7 @@ The numbers are small and whole, so fp8 rows represent them exactly.
 import dataclasses
 
 import jax
+from jax import lax
 import numpy as np
 import pytest
 
@@ -100,6 +101,12 @@ def test_results_equal_a_layer_without_options_on_one_domain(
     assert_same_bits(*exact)
   assert_close(got_grads, grads, 1e-5, 1e-4)
   assert rows > T * K or "overflow" not in options
+
+
+@of_one_process
+def test_results_are_close_with_another_grouped_matmul():
+  got = results(layer_of(implementation=lax.ragged_dot))
+  assert_close(got, results(layer_of()), 1e-5, 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,10 @@ def ops(
   rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
   assert_type(rows, jax.Array)
   matrices = jnp.ones((4, 32, 32))
-  assert_type(ep.grouped_matmul(rows, matrices, handle.group_sizes), jax.Array)
+  sizes = handle.group_sizes
+  for by in (None, "tiles", jax.lax.ragged_dot):
+    out = ep.grouped_matmul(rows, matrices, sizes, implementation=by)
+    assert_type(out, jax.Array)
   assert_type(ep.ep_combine(handle, rows, weights=row_weights), jax.Array)
   assert_type(ep.ordered_psum(tokens, "dp"), jax.Array)
   with ep.checked():

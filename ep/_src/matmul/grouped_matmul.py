@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JAX primitive that multiplies each slab of rows by the slab's matrix.
 
-CPUs run the native library (ep_ffi/matmul/), or by_tiles.py in programs that
-cannot call the library. on_cuda.py and on_tpu.py choose the implementation on
-NVIDIA GPUs and on TPUs. Other platforms run `lax.ragged_dot`.
+CPUs run the native library (ep_ffi/matmul/) by default, or tiles.py in
+programs that cannot call the library. implementations.py has the defaults of
+other platforms, and the implementations that a caller may choose.
 
 The derivatives come from one form, which is linear in each of three arguments:
 rows X [C, F], matrices W [L, F, G] and outputs Y [C, G],
@@ -22,12 +22,14 @@ that argument, with the cotangent as the missing argument. So derivatives of all
 orders, in both modes, need only this primitive.
 
 Several matrices, such as w_gate and w_up, may share the rows. Then W and Y are
-lists, and T is the sum over them: the gradient of the rows is rounded once.
+lists, and T is the sum over them: the gradient of the rows is rounded once, but
+on TPUs also for each matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+import functools
 from typing import Any
 
 import jax
@@ -36,7 +38,8 @@ import numpy as np
 
 from ep._src.base import arguments, arrays, compat, contexts, primitive
 from ep._src.base.compat import ad
-from ep._src.matmul import by_ragged_dot, by_tiles, on_cuda, on_tpu
+from ep._src.matmul import implementations, tiles
+from ep._src.matmul.implementations import Implementation
 from ep._src.native import ffi
 
 # Positions of rows X, matrices W and outputs Y in the triple [X], Ws, Ys.
@@ -45,7 +48,11 @@ _Triple = list[list[Any]]
 
 
 def grouped_matmul(
-  rows: jax.Array, matrices: jax.Array, group_sizes: jax.Array
+  rows: jax.Array,
+  matrices: jax.Array,
+  group_sizes: jax.Array,
+  *,
+  implementation: Implementation = None,
 ) -> jax.Array:
   """Returns `rows[r] @ matrices[j]` for every row r of slab j.
 
@@ -59,19 +66,28 @@ def grouped_matmul(
     rows: `[C, F]`, of a float dtype.
     matrices: `[L, F, G]`, of the dtype of `rows`.
     group_sizes: int32 `[L]`, not negative, of a sum up to C.
+    implementation: None, the default of the platform; a name, "tiles",
+      "ragged_dot", "megablox" (TPUs), "mgpu" (NVIDIA GPUs) or "tokamax"; or a
+      function with the arguments lhs, rhs and group_sizes of
+      `jax.lax.ragged_dot`. The function must be linear in the matrices, have
+      reverse mode in them, and close over no traced value. It may leave rows
+      after the last slab unwritten. Only a default keeps all that this
+      docstring promises: a gradient of matrices is rounded to the dtype of the
+      function's gradient, and NaNs may spread as in the function.
 
   Returns:
     `[C, G]`, of the dtype of `rows`.
 
   Raises:
-    ValueError: if shapes or dtypes do not fit, or a size of NumPy or Python
-      does not fit into 32 bits.
+    ValueError: if shapes or dtypes do not fit, a size of NumPy or Python does
+      not fit into 32 bits, or the platform has no such implementation.
     TypeError: if `group_sizes` are no integers, or the rows no floats.
     JaxRuntimeError: on CPUs, when the program runs, if C > 0 and a size is
       negative or their sum is above C; but not in an exported program, which
       does not call the native library. With C = 0, a call outside of programs
       raises `ValueError`.
   """
+  implementations.check("grouped_matmul", implementation)
   rows, matrices = jnp.asarray(rows), jnp.asarray(matrices)
   group_sizes = arrays.integers("grouped_matmul", "group_sizes", group_sizes)
   arguments.check(
@@ -98,7 +114,13 @@ def grouped_matmul(
       f"group_sizes is {group_sizes}, but there are no rows; pass zeros.",
     )
     return jnp.zeros((rows.shape[0], matrices.shape[2]), rows.dtype)
-  (out,) = grouped_matmuls(rows, [matrices], group_sizes, tail="zero")
+  (out,) = grouped_matmuls(
+    rows,
+    [matrices],
+    group_sizes,
+    tail="zero",
+    implementation=implementation,
+  )
   return out
 
 
@@ -109,12 +131,14 @@ def grouped_matmuls(
   *,
   segments: jax.Array | None = None,
   tail: str = "unspecified",
+  implementation: Implementation = None,
 ) -> list[jax.Array]:
   """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
 
   All matrices have one shape. The sum of the gradients of the rows is rounded
-  once. With `tail="unspecified"` the rows after the last slab are not written,
-  in results, gradients and tangents.
+  once, but kernels and functions also round each term. With
+  `tail="unspecified"` the rows after the last slab are not written, in results,
+  gradients and tangents.
 
   The matrices may have another dtype than the rows. Products use the dtype of
   the rows, and gradients of matrices have the dtype of the matrices.
@@ -135,6 +159,7 @@ def grouped_matmuls(
     missing=_OUTS,
     matrix_dtype=matrix_dtype,
     tail=contexts.tail(tail),
+    implementation=implementation,
   )
   return outs
 
@@ -175,9 +200,9 @@ def _types(
   *avals: Any,
   missing: int,
   matrix_dtype: jnp.dtype,
-  tail: str,
+  **params: Any,
 ) -> list[Any]:
-  del segments, tail
+  del segments, params
   rows, matrices, outs = _triple(avals, missing)
   dtype = matrix_dtype if missing == _MATRICES else (rows + outs)[0].dtype
   if missing == _ROWS:
@@ -243,8 +268,8 @@ def _transpose(
   ]
 
 
-def _lowering(implementation: Any) -> Callable[..., Any]:
-  """Returns a lowering to `expand`, `contract` and `outer` of a module."""
+def _lowering(chosen: Any) -> Callable[..., Any]:
+  """Returns a lowering to `expand`, `contract` and `outer` of a namespace."""
 
   def apply(
     sizes: jax.Array,
@@ -256,49 +281,47 @@ def _lowering(implementation: Any) -> Callable[..., Any]:
   ) -> Any:
     rows, matrices, outs = _triple(operands, missing)
     if missing == _ROWS:
-      return [implementation.contract(sizes, outs, matrices, tail)]
+      return [chosen.contract(sizes, outs, matrices, tail)]
     if missing == _MATRICES:
-      # Only by_tiles.py sums segment by segment.
-      parts = [segments] if implementation is by_tiles else []
-      return implementation.outer(sizes, *rows, outs, matrix_dtype, *parts)
-    return implementation.expand(sizes, *rows, matrices, tail)
+      # Only this loop sums segment by segment.
+      parts = [segments] if chosen is tiles.ON_CPU else []
+      return chosen.outer(sizes, *rows, outs, matrix_dtype, *parts)
+    return chosen.expand(sizes, *rows, matrices, tail)
 
   return compat.lower_local(apply)
 
 
-_lower_to_tiles = _lowering(by_tiles)
 _lower_to_native = jax.ffi.ffi_lowering("ep_grouped_matmul")
 
 
-def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-  dtypes = {a.dtype for a in (*ctx.avals_in[2:], *ctx.avals_out)}
-  if not ffi.is_native(ctx) or not dtypes <= _NATIVE_DTYPES:
-    return _lower_to_tiles(ctx, *operands, **params)
-  return _lower_to_native(
-    ctx,
-    *operands,
-    missing=np.int64(params["missing"]),
-    tail=np.int64(ffi.TAILS[params["tail"]]),
-  )
-
-
-def _lower_on_cuda(
-  ctx: Any, *operands: Any, missing: int, **params: Any
+def _lower(
+  platform: str,
+  ctx: Any,
+  *operands: Any,
+  implementation: Implementation,
+  **params: Any,
 ) -> Any:
-  device = compat.local_device(ctx)
-  lower = _lowering(on_cuda.choose(device, *_shapes(ctx, missing)))
-  return lower(ctx, *operands, missing=missing, **params)
-
-
-def _lower_on_tpu(ctx: Any, *operands: Any, missing: int, **params: Any) -> Any:
-  lower = _lowering(on_tpu.choose(*_shapes(ctx, missing)))
-  return lower(ctx, *operands, missing=missing, **params)
-
-
-def _shapes(ctx: Any, missing: int) -> tuple[Any, tuple[int, int, int]]:
-  """Returns the type of the rows or outputs, and the shape of the matrices."""
+  """Lowers to the default of a platform, or to the user's implementation."""
+  dtypes = {a.dtype for a in (*ctx.avals_in[2:], *ctx.avals_out)}
+  is_native = platform == "cpu" and implementation is None
+  if is_native and ffi.is_native(ctx) and dtypes <= _NATIVE_DTYPES:
+    return _lower_to_native(
+      ctx,
+      *operands,
+      missing=np.int64(params["missing"]),
+      tail=np.int64(ffi.TAILS[params["tail"]]),
+    )
+  missing = params["missing"]
   rows, matrices, outs = _triple(ctx.avals_in[2:], missing)
-  return (rows + outs)[0], (matrices or ctx.avals_out)[0].shape
+  chosen = implementations.choose(
+    implementation,
+    platform,
+    compat.local_device(ctx),
+    (rows + outs)[0],
+    (matrices or ctx.avals_out)[0],
+    missing == _MATRICES,
+  )
+  return _lowering(chosen)(ctx, *operands, **params)
 
 
 _NATIVE_DTYPES = set(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
@@ -307,11 +330,11 @@ _NATIVE_DTYPES = set(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 grouped_matmul_p = primitive.new(
   "ep_grouped_matmul",
   _types,
-  _lowering(by_ragged_dot),
-  on_cpu=_lower_on_cpu,
-  on_cuda=_lower_on_cuda,
-  on_tpu=_lower_on_tpu,
-  static=["missing", "matrix_dtype", "tail"],
+  functools.partial(_lower, "other"),
+  on_cpu=functools.partial(_lower, "cpu"),
+  on_cuda=functools.partial(_lower, "cuda"),
+  on_tpu=functools.partial(_lower, "tpu"),
+  static=["missing", "matrix_dtype", "tail", "implementation"],
 )
 ad.primitive_jvps[grouped_matmul_p] = _jvp
 ad.primitive_transposes[grouped_matmul_p] = _transpose

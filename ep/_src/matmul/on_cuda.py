@@ -1,193 +1,235 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses an op's implementation on NVIDIA GPUs, during its lowering.
+"""Grouped matmuls on NVIDIA GPUs: the Pallas Mosaic GPU kernels of JAX.
 
-A grouped matmul runs
+The kernels multiply bfloat16 and float16, and compute all C rows:
 
-* the kernels of by_mosaic.py on Hopper and Blackwell, for bfloat16 and float16
-of shapes that fit, if this JAX compiles them;
-* else `lax.ragged_dot` for few matrices, which XLA computes as a product of
-all rows with each matrix, but not for float32, which would become TF32;
-* else the loop of by_static_tiles.py.
+* on Hopper, `ragged_dot_mgpu` computes products, and
+`transposed_ragged_dot_mgpu` the gradients of matrices;
+* on Blackwell, `blackwell_ragged_dot_mgpu` computes products, and the loop of
+tiles.py the gradients of matrices.
 
-A function of rows runs in the kernel of mosaic_row_map.py, under the same
-conditions, or else over all rows.
+The loop computes what the kernels cannot, and what they would round more often
+than ep promises: gradients of float32 matrices with 16-bit rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import functools
+import importlib
 import logging
-import types
 from typing import Any
 
 import jax
+from jax import Array
 import jax.numpy as jnp
 
-from ep._src.base import contexts
-from ep._src.matmul import by_ragged_dot, by_static_tiles
+from ep._src.base.arrays import iota
+from ep._src.matmul import tiles
+from ep._src.matmul.by_function import ByFunction
 
 _logger = logging.getLogger("ep")
 
-_FEW = 2  # With more matrices, a loop costs less than products with all rows.
 _SHORT = (jnp.bfloat16, jnp.float16)
-
-# For each compute capability: how mosaic_sums.py adds products there,
-# and the least number of rows and of columns of the kernels.
-_SUMS = {
-  "9.0": ("in_registers", 64),
-  "10.0": ("in_tensor_memory", 128),
-  "10.3": ("in_tensor_memory", 128),
+_HOPPER = "9.0"
+# What a GPU of each compute capability runs by default.
+_ON_BLACKWELL = (
+  "blackwell_ragged_dot_mgpu of JAX; the loop over tiles for float32 rows, and"
+  " gradients of matrices"
+)
+KERNELS = {
+  _HOPPER: "ragged_dot_mgpu of JAX; the loop over tiles for float32 rows, and"
+  " gradients of float32 matrices",
+  "10.0": _ON_BLACKWELL,
+  "10.3": _ON_BLACKWELL,
 }
+# The kernels sum over steps of as many rows or columns.
+_DEPTH = 64
+# The multiples of rows that the kernels take.
+_HOPPER_ROWS, _BLACKWELL_ROWS = 8, 256
 
 
-def choose(device: Any, rows: Any, matrices: tuple[int, int, int]) -> Any:
+def choose(
+  device: Any, rows: Any, matrices: Any, is_gradient: bool, named: bool = False
+) -> Any:
   """Returns a namespace with expand, contract and outer; logs the choice.
 
   Args:
     device: a device that will run the program; None if unknown.
     rows: the shape and dtype of rows, or of their results.
-    matrices: the shape of the matrices, [L, F, G].
+    matrices: the shape and dtype of the matrices, or of their gradients.
+    is_gradient: whether the call computes gradients of matrices.
+    named: whether the user chose the kernels by name.
+
+  Raises:
+    ValueError: the user chose the kernels, and they cannot run.
   """
-  is_short = rows.dtype in _SHORT
-  obstacle = _misfit(device, rows, matrices[1:]) or _failure(device)
+  obstacle = _obstacle(device, rows, matrices.shape)
+  if named and obstacle is not None:
+    raise ValueError(
+      f'grouped_matmul: implementation = "mgpu" cannot run: {obstacle}; pass'
+      ' implementation=None or "tiles" to run a loop over tiles.'
+    )
+  warn = False
+  if obstacle is None and is_gradient:
+    if not is_hopper(device):
+      obstacle, warn = "JAX has no kernel for it on Blackwell", True
+    elif matrices.dtype != rows.dtype and not named:
+      obstacle = (
+        f"the kernel would round it to {rows.dtype}, which"
+        ' implementation="mgpu" accepts'
+      )
+  what = "the gradient of the matrices of " if is_gradient else ""
+  shape = f"{rows.shape[0]} rows of {rows.dtype} and matrices {matrices.shape}"
+  start = f"{what}grouped_matmul of {shape} runs"
   if obstacle is None:
-    chosen, name = _kernels(device), "kernels of Pallas Mosaic GPU"
-  elif rows.shape[0] == 0 or (is_short and matrices[0] <= _FEW):
-    chosen, name = by_ragged_dot, f"lax.ragged_dot, because {obstacle}"
-  else:
-    chosen, name = by_static_tiles, f"a loop over tiles, because {obstacle}"
-  shape = f"{rows.shape[0]} rows of {rows.dtype} and matrices {matrices}"
-  _log(f"grouped_matmul of {shape} runs {name}")
-  return chosen
+    log(logging.INFO, f"{start} kernels of Pallas Mosaic GPU")
+    return _kernels(device)
+  level = logging.WARNING if warn else logging.INFO
+  log(level, f"{start} a loop over tiles, because {obstacle}")
+  return tiles.ON_GPU
 
 
-def row_map(
-  device: Any,
-  fn: Callable[..., Any],
-  arrays: Sequence[Any],
-  outs: Sequence[Any],
-) -> Callable[..., Sequence[jax.Array]] | None:
-  """Returns `map_rows` of mosaic_row_map.py, or None; logs the choice.
-
-  Args:
-    device: as in `choose`.
-    fn: the function of rows.
-    arrays: the shapes and dtypes of its arguments.
-    outs: the shapes and dtypes of its results.
-  """
-  obstacle = _obstacle_of_map(device, fn, arrays, outs)
-  shapes = ", ".join(f"{x.dtype}{[*x.shape]}" for x in arrays)
-  if obstacle is None:
-    _log(f"a function of rows {shapes} runs a kernel of Pallas Mosaic GPU")
-    return _row_kernel(device)
-  _log(f"a function of rows {shapes} runs over all rows, because {obstacle}")
-  return None
-
-
-def _obstacle_of_map(
-  device: Any,
-  fn: Callable[..., Any],
-  arrays: Sequence[Any],
-  outs: Sequence[Any],
-) -> str | None:
-  """Returns why the kernel of mosaic_row_map.py cannot be used, or None."""
-  types = *arrays, *outs
-  wide = [x for x in types if len(x.shape) != 1]
-  inputs = {x.shape for x in arrays if len(x.shape) == 2}
-  if len(inputs) != 1 or any(x.shape not in inputs for x in wide):
-    return "the kernel takes arrays [C, F], all of one F, and [C]"
-  for x in wide:
-    if obstacle := _misfit(device, x, x.shape[1:], fewest=64):
-      return obstacle
-  if any(len(x.shape) == 1 and x.dtype.itemsize != 4 for x in types):
-    return "the kernel takes one value for each row only of 32 bits"
-  few = tuple(((64, *x.shape[1:]), x.dtype) for x in arrays)
-  return _failure_of_map(device, fn, few)
-
-
-def _misfit(
-  device: Any, rows: Any, widths: Sequence[int], fewest: int | None = None
-) -> str | None:
-  """Returns why device, dtype or shape rules out Mosaic kernels, or None."""
+def _obstacle(device: Any, rows: Any, shape: tuple[int, ...]) -> str | None:
+  """Returns why the kernels cannot run, or None."""
   if device is None:
     return "it is exported for any GPU, or XLA divides it among devices"
-  if device.compute_capability not in _SUMS:
-    return (
-      f"the kernels are for GPUs of compute capability {', '.join(_SUMS)},"
-      f" and this one has {device.compute_capability}"
-    )
+  if reason := why_not(device):
+    return reason
   if rows.dtype not in _SHORT:
     return f"the kernels take bfloat16 and float16, not {rows.dtype}"
-  fewest = fewest or _SUMS[device.compute_capability][1]
-  sizes = rows.shape[0], *widths
-  if rows.shape[0] % 8 or min(sizes) < fewest or any(n % 64 for n in widths):
-    return (
-      f"the kernels need at least {fewest} rows, a multiple of 8, and widths"
-      f" of at least {fewest} that are multiples of 64"
-    )
+  multiple = _DEPTH if is_hopper(device) else 128
+  if any(width % multiple for width in shape[1:]):
+    return f"the kernels need widths that are multiples of {multiple}"
   return None
 
 
-@functools.cache
-def _failure(device: Any) -> str | None:
-  """Compiles small grouped matmuls; returns why this fails, or None."""
-
-  def run(sizes: jax.Array, rows: Any, matrices: jax.Array) -> Any:
-    ops = _kernels(device)
-    (outs,) = ops.expand(sizes, rows, [matrices], "zero")
-    back = ops.contract(sizes, [outs], [matrices], "zero")
-    return ops.outer(sizes, back, [outs], jnp.float32)
-
-  n = _SUMS[device.compute_capability][1]
-  shapes = ((n, n), jnp.bfloat16), ((1, n, n), jnp.bfloat16)
-  return _why_not(device, run, ((1,), jnp.int32), *shapes)
+def is_hopper(device: Any) -> bool:
+  return device is not None and device.compute_capability == _HOPPER
 
 
-@functools.lru_cache
-def _failure_of_map(
-  device: Any, fn: Callable[..., Any], arrays: Sequence[Any]
-) -> str | None:
-  """Compiles the row map for few rows; returns why this fails, or None."""
-
-  def run(num_used: jax.Array, *arrays: jax.Array) -> Any:
-    return _row_kernel(device)(fn, num_used, arrays)
-
-  return _why_not(device, run, ((), jnp.int32), *arrays)
-
-
-def _why_not(device: Any, run: Callable[..., Any], *types: Any) -> str | None:
-  """Compiles `run` for a device; returns why this fails, or None."""
-  sharding = jax.sharding.SingleDeviceSharding(device)
-  operands = [jax.ShapeDtypeStruct(*t, sharding=sharding) for t in types]
-  reason = contexts.failure_outside(
-    lambda: jax.jit(run).lower(*operands).compile()
-  )
-  if reason is None:
-    return None
-  return f"JAX {jax.__version__} does not compile the kernels: {reason}"
+def why_not(device: Any) -> str | None:
+  """Returns why a device cannot run the kernels of this JAX, or None."""
+  capability = device.compute_capability
+  if capability not in KERNELS:
+    return (
+      "the kernels are for GPUs of compute capability"
+      f" {', '.join(KERNELS)}, and this one has {capability}"
+    )
+  try:
+    _kernels(device)
+  except ImportError as error:
+    # The modules of the kernels import absl, on which JAX does not depend.
+    cure = "; run: pip install absl-py" if error.name == "absl" else ""
+    why = f"JAX {jax.__version__} does not load the kernels: {error}{cure}"
+    log(logging.WARNING, f"grouped_matmul: {why}")
+    return why
+  return None
 
 
-def _kernels(device: Any) -> Any:
-  """Returns the functions of by_mosaic.py for `device`, as a namespace."""
-  # Imported late, because not every JAX has Pallas Mosaic GPU.
-  from ep._src.matmul import by_mosaic, mosaic_sums
-
-  name, _ = _SUMS[device.compute_capability]
-  accumulate = getattr(mosaic_sums, name)
-  options = dict(num_cores=device.core_count, accumulate=accumulate)
-  return types.SimpleNamespace(
-    **{
-      name: functools.partial(getattr(by_mosaic, name), **options)
-      for name in ("expand", "contract", "outer")
-    }
+def _kernels(device: Any) -> ByFunction:
+  """Returns the kernels for a device; on Blackwell, of products only."""
+  folder = "jax.experimental.pallas.ops.gpu"
+  load = functools.partial(importlib.import_module, package=folder)
+  if not is_hopper(device):
+    kernel = load(".blackwell_ragged_dot_mgpu")
+    return ByFunction(functools.partial(_blackwell_dot, kernel))
+  dot = load(".ragged_dot_mgpu").ragged_dot
+  transposed = load(".transposed_ragged_dot_mgpu").transposed_ragged_dot
+  return ByFunction(
+    functools.partial(_hopper_dot, dot),
+    functools.partial(_hopper_dot, dot, transpose_rhs=True),
+    functools.partial(_hopper_gradient, transposed),
   )
 
 
-def _row_kernel(device: Any) -> Callable[..., list[jax.Array]]:
-  from ep._src.matmul import mosaic_row_map
+def _hopper_dot(
+  kernel: Callable[..., Array],
+  rows: Array,
+  matrices: Array,
+  sizes: Array,
+  **options: Any,
+) -> Array:
+  # The kernel keeps all group sizes in registers. With these blocks, it spills
+  # no registers for up to 128 matrices.
+  block_m, block_n = (128, 192) if len(sizes) <= 16 else (64, 128)
+  with jax.enable_x64(False):
+    out = kernel(
+      _padded(rows, _HOPPER_ROWS),
+      matrices,
+      group_sizes=sizes,
+      block_m=block_m,
+      block_n=block_n,
+      block_k=_DEPTH,
+      max_concurrent_steps=4,
+      grid_block_n=1,
+      **options,
+    )
+  return out[: rows.shape[0]]
 
-  return functools.partial(mosaic_row_map.map_rows, num_cores=device.core_count)
+
+def _hopper_gradient(
+  kernel: Callable[..., Array],
+  rows: Array,
+  outs: Array,
+  sizes: Array,
+  dtype: jnp.dtype,
+) -> Array:
+  with jax.enable_x64(False):
+    sizes, rows, outs = _apart(sizes, rows, outs)
+    height, width = (128 if x.shape[1] % 128 == 0 else 64 for x in (rows, outs))
+    return kernel(
+      rows,
+      outs,
+      group_sizes=sizes,
+      block_m=height,
+      block_n=width,
+      block_k=_DEPTH,
+      max_concurrent_steps=4,
+      grid_block_n=1,
+    ).astype(dtype)
 
 
-_log = functools.cache(_logger.info)  # logs each message once
+def _apart(sizes: Array, *arrays: Array) -> tuple[Array, ...]:
+  """Moves each slab to a multiple of _DEPTH rows, with zeros between slabs.
+
+  A step of the kernel would sum rows of two slabs, and multiply the rows of the
+  other slab by zero, so a NaN in one slab would reach another.
+  """
+  apart = -(-sizes // _DEPTH) * _DEPTH
+  num_rows = arrays[0].shape[0] + len(sizes) * (_DEPTH - 1)
+  row = iota(-(-num_rows // _DEPTH) * _DEPTH)
+  ends = jnp.cumsum(apart, dtype=jnp.int32)
+  slab = (ends[None] <= row[:, None]).sum(1, dtype=jnp.int32)
+  slab = jnp.minimum(slab, len(sizes) - 1)
+  in_slab = row - (ends - apart)[slab]
+  inside = ((in_slab < sizes[slab]) & (in_slab >= 0))[:, None]
+  source = (jnp.cumsum(sizes, dtype=jnp.int32) - sizes)[slab] + in_slab
+  return apart, *(
+    jnp.where(inside, x.at[source].get(mode="clip"), 0) for x in arrays
+  )
+
+
+def _blackwell_dot(
+  module: Any, rows: Array, matrices: Array, sizes: Array
+) -> Array:
+  config = module.TuningConfig(
+    tile_m=_BLACKWELL_ROWS // 2,  # of each of two multiprocessors
+    tile_n=128 if matrices.shape[2] % 256 == 0 else 64,
+    tile_k=_DEPTH,
+    max_concurrent_steps=4,
+    collective=True,
+    grid_tile_width=8,
+    grid_minor_dim=module.blackwell_matmul_mgpu.MatmulDimension.M,
+  )
+  with jax.enable_x64(False):
+    padded = _padded(rows, _BLACKWELL_ROWS)
+    out: Array = module.ragged_dot_kernel(padded, matrices, sizes, config)
+  return out[: rows.shape[0]]
+
+
+def _padded(rows: Array, multiple: int) -> Array:
+  return jnp.pad(rows, ((0, -rows.shape[0] % multiple), (0, 0)))
+
+
+log = functools.cache(_logger.log)  # logs each message once

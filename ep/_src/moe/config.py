@@ -13,9 +13,11 @@ from jax.typing import DTypeLike
 from ep._src.base import arguments, arrays, quantizers
 from ep._src.base.config import NotCopied, short_repr, token_dtype, WIRES
 from ep._src.group.group import EpGroup, EpLayerConfig
-from ep._src.matmul import row_map
+from ep._src.matmul import implementations
+from ep._src.matmul.implementations import Implementation
 from ep._src.moe import router
 from ep._src.moe.experts import Activation, Experts, Weigh
+from ep._src.ops import row_map
 
 _POSITIVE = ("hidden", "inner", "num_experts", "top_k", "token_chunks")
 _FLAGS = (
@@ -82,6 +84,8 @@ class MoEConfig(NotCopied):
       the same bits for every split of the ranks into mesh axes whose sizes are
       powers of two. A call refuses parameters that are not float32; `dtype` may
       be another. It costs time and memory.
+    implementation: of the experts' products, as in `ep.grouped_matmul`; a
+      function is a key of compiled programs. Not with `deterministic`.
     dtype: float32, bfloat16 or float16, the dtype in which tokens and matrices
       are multiplied. Tokens and parameters are converted, and y has this dtype.
       None: tokens and all parameters but the router must have one dtype.
@@ -121,6 +125,7 @@ class MoEConfig(NotCopied):
   tp_axis: str | None = None
   fsdp_axis: str | None = None
   deterministic: bool = False
+  implementation: Implementation = None
   dtype: DTypeLike | None = None
   name: str = "moe"
 
@@ -174,6 +179,14 @@ class MoEConfig(NotCopied):
       " the same bits for every split of the ranks into mesh axes, on which a"
       " sum over chunks depends; pass token_chunks = 1.",
     )
+    implementations.check(what, self.implementation)
+    arguments.check(
+      self.implementation is None or not self.deterministic,
+      what,
+      f"implementation = {self.implementation!r}, but deterministic = True"
+      " promises the order of sums of ep's own products; pass implementation ="
+      " None.",
+    )
     if self.dtype is not None:
       dtype = token_dtype(what, "dtype", self.dtype)
       object.__setattr__(self, "dtype", dtype)
@@ -202,7 +215,11 @@ class MoEConfig(NotCopied):
   def experts(self) -> Experts:
     """The network of an expert."""
     return Experts(
-      self.activation, self.up_activation, self.weigh, self.deterministic
+      self.activation,
+      self.up_activation,
+      self.weigh,
+      self.deterministic,
+      implementation=self.implementation,
     )
 
 

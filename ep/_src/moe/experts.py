@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from ep._src.base import arguments, compat
 from ep._src.base.identities import keep_routing
 from ep._src.matmul.grouped_matmul import grouped_matmuls
-from ep._src.matmul.row_map import (
+from ep._src.matmul.implementations import Implementation
+from ep._src.ops.combine import ep_combine
+from ep._src.ops.dispatch import ep_dispatch
+from ep._src.ops.handle import EpHandle
+from ep._src.ops.row_map import (
   fan_out,
   map_used_rows,
   weighted,
 )
-from ep._src.ops.combine import ep_combine
-from ep._src.ops.dispatch import ep_dispatch
-from ep._src.ops.handle import EpHandle
 
 Activation = Callable[[jax.Array], jax.Array]
 Weigh = Literal["late", "early", "input"]
@@ -46,6 +47,7 @@ class Segments:
   _handle: EpHandle
   _dtype: Any
   _by_source: jax.Array | None = None  # int32 [L, P], rows from each rank
+  _implementation: Implementation = None  # of the products
 
   @property
   def group_sizes(self) -> jax.Array:
@@ -88,6 +90,7 @@ class Segments:
         [leaves[i] for i in same],
         self._handle.group_sizes,
         segments=self._by_source,
+        implementation=self._implementation,
       )
       for i, product in zip(same, products, strict=True):
         outs[i] = product
@@ -167,6 +170,7 @@ class Experts:
     deterministic: whether gradients of parameters are summed by source rank,
       in the order that ordered_sum.py defines.
     network: a function of the user, which replaces the network above.
+    implementation: of the grouped matmuls.
   """
 
   activation: Activation = jax.nn.silu
@@ -174,6 +178,7 @@ class Experts:
   weigh: Weigh = "late"
   deterministic: bool = False
   network: Network | None = None
+  implementation: Implementation = None
 
   def is_traced(self) -> bool:
     """Returns whether an activation closes over traced values.
@@ -257,7 +262,7 @@ def round_trip(
   by_source = None
   if experts.deterministic:
     by_source = _rows_by_source(handle, topk_idx)
-  segments = Segments(handle, tokens.dtype, by_source)
+  segments = Segments(handle, tokens.dtype, by_source, experts.implementation)
   rows, row_weights = ep_dispatch(handle, tokens, topk_weights)
   beside = shared if shared is not None and shared.overlap else None
   if beside is not None:

@@ -11,11 +11,17 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arrays, compat, contexts, errors, primitive
+from ep._src.base import (
+  arrays,
+  compat,
+  contexts,
+  errors,
+  ordered_sum,
+  primitive,
+)
 from ep._src.base.errors import fail_if
 from ep._src.base.identities import keep_routing
 from ep._src.group.group import EpLayerConfig
-from ep._src.matmul import ordered_sum
 from ep._src.moe import losses, parameters, router
 from ep._src.moe.chunks import through_experts
 from ep._src.moe.config import MoEConfig

@@ -15,9 +15,8 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from ep._src.base import arguments, arrays, errors
+from ep._src.base import arguments, arrays, errors, ordered_sum
 from ep._src.group.group import EpLayerConfig
-from ep._src.matmul import ordered_sum
 from ep._src.moe import router
 from ep._src.moe.config import MoEConfig
 from ep._src.ops.handle import EpHandle

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
 from ep._src.group.group import check_layer, EpLayerConfig
+from ep._src.matmul import implementations
+from ep._src.matmul.implementations import Implementation
 from ep._src.moe import batching
 from ep._src.moe.batching import Padding
 from ep._src.moe.chunks import through_experts
@@ -32,6 +34,7 @@ def moe_layer(
   activation: Activation = jax.nn.silu,
   experts: Network | None = None,
   params: Any = None,
+  implementation: Implementation = None,
   return_handle: Literal[False] = False,
   pad: bool = False,
 ) -> jax.Array: ...
@@ -48,6 +51,7 @@ def moe_layer(
   activation: Activation = jax.nn.silu,
   experts: Network | None = None,
   params: Any = None,
+  implementation: Implementation = None,
   return_handle: Literal[True],
   pad: bool = False,
 ) -> tuple[jax.Array, EpHandle]: ...
@@ -63,6 +67,7 @@ def moe_layer(
   activation: Activation = jax.nn.silu,
   experts: Network | None = None,
   params: Any = None,
+  implementation: Implementation = None,
   return_handle: bool = False,
   pad: bool = False,
 ) -> jax.Array | tuple[jax.Array, EpHandle]:
@@ -123,6 +128,8 @@ def moe_layer(
     params: a pytree of float arrays whose first axis is the rank's L experts in
       the local view, and the P * L experts of all ranks in the global view,
       sharded over the EP axis. Broadcast a parameter that experts share.
+    implementation: of the experts' products and of `Segments.matmul`, as in
+      `ep.grouped_matmul`.
     return_handle: whether to also return the handle, for `ep.describe` or more
       ops with the same routing. With `overflow="chunk"` it is the handle of one
       exchange of all tokens. If its `max_recv_tokens` exceeds its `capacity`,
@@ -146,10 +153,11 @@ def moe_layer(
   group = layer.group
   op = f'moe_layer(layer "{layer.name}")'
   arrays.function(op, "activation", activation)
+  implementations.check(op, implementation)
   arguments.flags(op, return_handle=return_handle, pad=pad)
   matrices = dict(w_up=w_up, w_down=w_down, w_gate=w_gate)
   given = {k: jnp.asarray(w) for k, w in matrices.items() if w is not None}
-  network = Experts(activation, network=experts)
+  network = Experts(activation, network=experts, implementation=implementation)
   if experts is not None:
     arrays.function(op, "experts", experts)
     if given:

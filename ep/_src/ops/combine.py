@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from ep._src.base import compat
 from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
-from ep._src.matmul.row_map import map_used_rows, weighted
 from ep._src.ops import primitives, views
 from ep._src.ops.dispatch import check_rows
 from ep._src.ops.handle import EpHandle, view_of
+from ep._src.ops.row_map import map_used_rows, weighted
 
 
 def ep_combine(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ep._src.base import compat, quantizers
 from ep._src.base.backend import OpParams
-from ep._src.matmul.row_map import map_used_rows
+from ep._src.ops.row_map import map_used_rows
 
 
 class Layout(NamedTuple):

@@ -3,8 +3,8 @@
 
 A receive buffer has the capacity for the worst routing, but usually only few of
 its rows are used. `map_used_rows` and its derivatives read and write only the
-blocks of used rows: in a loop on CPUs, and on GPUs and TPUs where there is a
-kernel (on_cuda.py, on_tpu.py).
+blocks of used rows: in a loop on CPUs, and on TPUs where there is a kernel
+(on_tpu.py). GPUs compute all rows.
 
 The functions bind one primitive, whose parameter is a function of blocks. The
 tangent is the same primitive with the tangent function; the transpose has the
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from ep._src.base import compat, contexts, primitive
 from ep._src.base.arrays import expanded, iota
 from ep._src.base.compat import ad
-from ep._src.matmul import on_cuda, on_tpu, unwritten_rows
+from ep._src.matmul import on_tpu, unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
 
 # The rows of a block. Larger blocks are not faster. An array of fewer rows is
@@ -243,15 +243,6 @@ def _lowering(map_rows: Callable[..., Any]) -> Callable[..., Any]:
 _lower_to_all_rows = _lowering(lambda fn, num_used, arrays: fn(*arrays))
 
 
-def _lower_on_cuda(
-  ctx: Any, *operands: Any, fn: Callable[..., Any], tail: str
-) -> Any:
-  device = compat.local_device(ctx)
-  kernel = on_cuda.row_map(device, fn, ctx.avals_in[1:], ctx.avals_out)
-  lower = _lowering(kernel) if kernel else _lower_to_all_rows
-  return lower(ctx, *operands, fn=fn, tail=tail)
-
-
 def _lower_on_tpu(
   ctx: Any, *operands: Any, fn: Callable[..., Any], tail: str
 ) -> Any:
@@ -349,7 +340,6 @@ _map_p = primitive.new(
   _types,
   _lower_to_all_rows,
   on_cpu=compat.lower_local(_apply_by_blocks),
-  on_cuda=_lower_on_cuda,
   on_tpu=_lower_on_tpu,
   static=["fn", "tail"],
 )

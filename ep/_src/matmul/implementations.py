@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the implementation of a grouped matmul: default, name or function.
+
+An implementation is a namespace with the functions of tiles.py: expand,
+contract, outer. The default of each platform passes `ep.testing.GroupedMatmul`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import importlib
+import importlib.util
+import logging
+import typing
+from typing import Any, Literal
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from ep._src.base import arguments, arrays
+from ep._src.matmul import on_cuda, on_tpu, tiles
+from ep._src.matmul.by_function import ByFunction, OVER_ROWS, RAGGED_DOT
+from ep._src.native import ffi
+
+Name = Literal["tiles", "ragged_dot", "megablox", "mgpu", "tokamax"]
+# None is the platform's default. A function takes lhs, rhs and group_sizes, as
+# `lax.ragged_dot` does.
+Implementation = Name | Callable[..., jax.Array] | None
+
+_HOSTS = {"mgpu": ("cuda", "an NVIDIA GPU"), "megablox": ("tpu", "a TPU")}
+
+
+def check(what: str, implementation: Any) -> None:
+  """Raises unless an argument is None, a name or a hashable function."""
+  names = typing.get_args(Name)
+  if callable(implementation):
+    arrays.function(what, "implementation", implementation)
+    return
+  arguments.check(
+    isinstance(implementation, str | None) and implementation in (None, *names),
+    what,
+    f"implementation = {implementation!r}, but it must be None, one of {names},"
+    " or a function with the arguments of jax.lax.ragged_dot.",
+  )
+
+
+def choose(
+  implementation: Implementation,
+  platform: str,
+  device: Any,
+  rows: Any,
+  matrices: Any,
+  is_gradient: bool,
+) -> Any:
+  """Returns a namespace with expand, contract and outer.
+
+  Args:
+    implementation: the user's choice.
+    platform: for which the program is lowered: "cpu", "cuda", "tpu", "other".
+    device: a device that will run the program; None if unknown.
+    rows: the shape and dtype of rows, or of their results.
+    matrices: the shape and dtype of the matrices, or of their gradients.
+    is_gradient: whether the call computes gradients of matrices.
+
+  Raises:
+    ValueError: the platform, or this installation, has no such implementation.
+  """
+  if 0 in (*rows.shape, *matrices.shape):
+    return RAGGED_DOT  # others need not take empty arrays
+  if callable(implementation):
+    return ByFunction(implementation)
+  if implementation is None:
+    if platform == "cuda":
+      return on_cuda.choose(device, rows, matrices, is_gradient)
+    if platform == "tpu":
+      return on_tpu if on_tpu.takes(rows, matrices.shape) else RAGGED_DOT
+    return _tiles(platform)
+  if implementation == "tiles":
+    return _tiles(platform)
+  if implementation == "ragged_dot":
+    return RAGGED_DOT
+  start = f'grouped_matmul: implementation = "{implementation}"'
+  wanted, kind = _HOSTS.get(implementation, (platform, ""))
+  if platform != wanted:
+    raise ValueError(
+      f"{start} is for {kind}, and this program is for {platform}; pass"
+      " implementation=None for the default of each platform."
+    )
+  if implementation == "mgpu":
+    return on_cuda.choose(device, rows, matrices, is_gradient, named=True)
+  if implementation == "megablox":
+    if not on_tpu.takes(rows, matrices.shape):
+      raise ValueError(
+        f"{start} takes bfloat16 and float32, not {rows.dtype}; convert the"
+        " rows, or pass implementation=None."
+      )
+    return on_tpu
+  if importlib.util.find_spec("tokamax") is None:
+    raise ValueError(
+      f"{start} needs the package tokamax, which needs Python 3.12 and JAX"
+      " 0.11.1 or newer; run: pip install tokamax; or pass"
+      " implementation=None."
+    )
+  if is_gradient and platform == "cuda" and not on_cuda.is_hopper(device):
+    on_cuda.log(
+      logging.WARNING,
+      f"{start}: gradients of matrices run a loop over tiles, because on GPUs"
+      " other than Hopper tokamax multiplies all rows for each matrix",
+    )
+    return tiles.ON_GPU
+  return ByFunction(_tokamax, gradient=_tokamax_gradient)
+
+
+def default_of(device: Any) -> str:
+  """Returns which implementation a device gets by default, and why."""
+  platform = "cuda" if device.platform == "gpu" else device.platform
+  if platform == "cpu":
+    try:
+      ffi.path_and_interface("host")
+    except (OSError, ffi.NativeError):
+      return "the loop over tiles, because the native library is missing"
+    return "the native library; the loop over tiles in exported programs"
+  if platform == "tpu":
+    return "megablox of JAX for bfloat16 and float32, else lax.ragged_dot"
+  if platform != "cuda":
+    return "the loop over tiles, because there are no kernels for it"
+  if reason := on_cuda.why_not(device):
+    return f"the loop over tiles, because {reason}"
+  return on_cuda.KERNELS[device.compute_capability]
+
+
+def _tiles(platform: str) -> Any:
+  return tiles.ON_CPU if platform in ("cpu", "tpu") else tiles.ON_GPU
+
+
+def _tokamax(rows: Array, matrices: Array, group_sizes: Array) -> Array:
+  tokamax = importlib.import_module("tokamax")
+  out: Array = tokamax.ragged_dot(
+    rows, matrices, group_sizes, preferred_element_type=rows.dtype
+  )
+  return out
+
+
+def _tokamax_gradient(
+  rows: Array, outs: Array, group_sizes: Array, dtype: jnp.dtype
+) -> Array:
+  # The gradient of `tokamax.ragged_dot` has the dtype of the rows.
+  tokamax = importlib.import_module("tokamax")
+  out: Array = tokamax.ragged_dot_general(
+    rows,
+    outs,
+    group_sizes,
+    ragged_dot_dimension_numbers=OVER_ROWS,
+    preferred_element_type=dtype,
+  )
+  return out
