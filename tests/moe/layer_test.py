@@ -36,6 +36,8 @@ from layer_table import (
   Setup,
 )
 
+NARROW, WIDE = jnp.bfloat16, jnp.float32
+
 # test_jitter holds these options, whose results are random.
 WITHOUT_ROW = {"jitter", "key"}
 
@@ -318,20 +320,19 @@ def test_drops(row):
 def test_bfloat16(row):
   data, setup = data_of(row), Setup(row)
   params = {
-    n: p if n.startswith("router") else np.asarray(jnp.bfloat16(p))
+    n: p if n.startswith("router") else np.asarray(p, NARROW)
     for n, p in data.params.items()
   }
-  data = dataclasses.replace(data, params=params)
-  x = data.x.astype(jnp.bfloat16)
+  data = dataclasses.replace(data, params=params, x=data.x.astype(NARROW))
   placement = setup.placement()
-  args = setup.put(dataclasses.replace(data, x=x), placement, None)
-  y, metrics = whole(
-    jit_quickly(lambda p, x, _, mask, ids: setup(p, x, mask, ids, placement))(
-      *args
-    )
-  )
+
+  @jit_quickly
+  def run(params, x, _, mask, ids):
+    return setup(params, x, mask, ids, placement)
+
+  y, metrics = whole(run(*setup.put(data, placement, None)))
   want_y, want_metrics, *_ = expected(row, data)
-  assert y.dtype == jnp.bfloat16
+  assert y.dtype == NARROW
   check(row, y, want_y, "y", 3e-2)
   check_metrics(row, metrics, want_metrics)
 
@@ -373,117 +374,89 @@ def test_tangents(row):
   np.testing.assert_allclose(one_rank(row)[2], terms.sum(), 0, limit)
 
 
-def forward_mode(row):
+# The refused pairs
+
+
+def of_tokens(row):
+  """Returns a function of the tokens, and the tokens."""
   setup, data = Setup(row), data_of(row)
   params, x, _, mask, ids = setup.put(data, None, None)
-
-  def of_x(x):
-    return setup(params, x, mask, ids, None)[0]
-
-  return setup, of_x, x
-
-
-def linearized(row):
-  _, of_x, x = forward_mode(row)
-  jax.jit(lambda x: jax.linearize(of_x, x)[1](x))(x)
+  return lambda x: setup(params, x, mask, ids, None)[0], x
 
 
 def pushed_forward(row):
-  _, of_x, x = forward_mode(row)
-  jax.jvp(of_x, (x,), (x,))
+  fn, x = of_tokens(row)
+  jax.jvp(fn, (x,), (x,))
 
 
-def called(row, mesh="ep4", dtypes=None, lead=None, **changes):
-  """Traces a call with tokens [*lead, H]; dtypes are of x and params."""
-  setup, data = Setup(row, mesh, **changes), data_of(row)
-  of_x, of_params = dtypes or (jnp.float32, jnp.float32)
+def linearized(row):
+  fn, x = of_tokens(row)
+  jax.jit(lambda x: jax.linearize(fn, x)[1](x))(x)
+
+
+def called(row, x_dtype=WIDE, dtype_of_params=WIDE, lead=None, **changes):
+  """Traces a call with tokens [*lead, H]."""
+  setup, data = Setup(row, **changes), data_of(row)
   params = {
-    n: p if n == "router" else p.astype(of_params)
-    for n, p in setup.in_slots(data.params, None).items()
+    n: p if n == "router" else p.astype(dtype_of_params)
+    for n, p in data.params.items()
   }
-  x = np.zeros((*(lead or data.x.shape[:-1]), HIDDEN), of_x)
+  x = np.zeros((*(lead or data.x.shape[:-1]), HIDDEN), x_dtype)
   jax.eval_shape(lambda *args: setup(*args, None, None, None), params, x)
 
 
-def learned_slope(row):
-  jax.grad(lambda slope: called(row, activation=lambda x: slope * x) or slope)(
-    1.0
-  )
+def with_learned_slope(row):
+  def loss(slope):
+    called(row, activation=lambda x: slope * x)
+
+  jax.grad(loss)(1.0)
 
 
 def without_vma(row):
   setup, data = Setup(row), data_of(row)
   tokens = P(setup.group.token_axes)
-  jax.eval_shape(
-    jax.shard_map(
-      lambda params, x: setup(params, x, None, None, None)[0],
-      mesh=setup.group.mesh,
-      in_specs=(setup.specs, tokens),
-      out_specs=tokens,
-      check_vma=False,
-    ),
-    data.params,
-    data.x,
+  call = jax.shard_map(
+    lambda params, x: setup(params, x, None, None, None)[0],
+    mesh=setup.group.mesh,
+    in_specs=(setup.specs, tokens),
+    out_specs=tokens,
+    check_vma=False,
   )
+  jax.eval_shape(call, data.params, data.x)
 
 
 def on_nccl(row):
   ep.MoE(ROWS[row].config, with_values(Setup(row).group, backend="nccl"))
 
 
-NARROW, WIDE = jnp.bfloat16, jnp.float32
-REVERSE_ONLY = (
-  'overflow="chunk" .layer "moe".: the layer has reverse mode alone'
-)
+ALL_NARROW = dict(x_dtype=NARROW, dtype_of_params=NARROW)
+MANY = dict(deterministic=True, lead=(1600,))  # tokens, more than fit
+REVERSE = 'overflow="chunk" .layer "moe".: the layer has reverse mode alone'
 MIXED = r"params\['\w+'\] is {}, but x is {};.* MoEConfig\(dtype=jnp"
+MIXED = [MIXED.format(*x) for x in (("f.*", "bf.*"), ("bf.*", "f.*"))]
 REFUSED = [
-  ("chunk", pushed_forward, {}, REVERSE_ONLY),
-  ("chunk", linearized, {}, REVERSE_ONLY),
+  ("chunk", pushed_forward, {}, REVERSE),
+  ("chunk", linearized, {}, REVERSE),
   ("chunk", called, dict(token_chunks=3), "token_chunks = 3 splits the tokens"),
-  (
-    "chunk",
-    called,
-    dict(deterministic=True, lead=(1600,)),
-    '"moe".*deterministic = True',
-  ),
-  (
-    "chunk",
-    called,
-    dict(capacity_factor=0.1),
-    '"moe".*capacity is .* may need .*; raise capacity_factor',
-  ),
-  ("chunk", learned_slope, {}, '"moe".*closes over values that are traced'),
+  ("chunk", called, MANY, '"moe".*deterministic = True'),
+  ("chunk", called, dict(capacity_factor=0.1), "may need.*; raise capacity_fa"),
+  ("chunk", with_learned_slope, {}, '"moe".*closes over values that are trac'),
+  ("deterministic", called, dict(token_chunks=2), "= 2, but deterministic"),
   (
     "deterministic",
     called,
-    dict(token_chunks=2),
-    "token_chunks = 2, but deterministic",
-  ),
-  (
-    "deterministic",
-    called,
-    dict(dtypes=(NARROW, NARROW)),
-    r"params\['\w+'\] is bfloat16, but deterministic = True .* float32",
+    ALL_NARROW,
+    r"\['\w+'\] is bfl.*, but deterministi",
   ),
   ("deterministic", on_nccl, {}, 'deterministic.*backend="xla"'),
   (
     "tp",
     without_vma,
     {},
-    "tp_axis = 'dp' needs a jax.shard_map with check_vma",
+    "tp_axis = 'dp' needs a jax.shard_map with check",
   ),
-  (
-    "fsdp",
-    called,
-    dict(dtypes=(NARROW, WIDE)),
-    MIXED.format("float32", "bfloat16"),
-  ),
-  (
-    "fsdp",
-    called,
-    dict(dtypes=(WIDE, NARROW)),
-    MIXED.format("bfloat16", "float32"),
-  ),
+  ("fsdp", called, dict(x_dtype=NARROW), MIXED[0]),
+  ("fsdp", called, dict(dtype_of_params=NARROW), MIXED[1]),
   ("plain", called, dict(up_activation=jnp.tanh), "gated = False"),
   ("plain", called, dict(lead=(7,)), "cannot be split over 4 ranks"),
   ("plain", called, dict(drop_by="fair"), "'fair', but capacity_factor = None"),
