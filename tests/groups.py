@@ -45,6 +45,8 @@ of_one_process = pytest.mark.skipif(
   jax.process_count() > 1 and not GPU, reason="one process suffices"
 )
 
+not_on_gpus = pytest.mark.skipif(GPU, reason="nccl rounds in another order")
+
 has_no_limits = pytest.mark.skipif(
   GPU and BACKEND != "xla", reason="nccl allocates buffers of given sizes"
 )

@@ -9,6 +9,7 @@ import numpy as np
 
 from conftest import to_global
 import ep
+import quick_compiler
 
 
 def draw_params(config, draw):
@@ -48,10 +49,11 @@ def _same(tree):
 
 
 @functools.cache
-def step_of(layer, view="global"):
+def step_of(layer, view="global", optimized=False):
   """Returns a program that computes a layer's outputs, metrics and gradients.
 
-  XLA compiles one program for equal layers.
+  XLA compiles one program for equal layers. With `optimized`, XLA optimizes it
+  even if conftest.py turns that off.
   """
 
   def step(params, x, ct, state, placement):
@@ -71,13 +73,14 @@ def step_of(layer, view="global"):
       in_specs=(specs, tokens, tokens, replicated, replicated),
       out_specs=(tokens, replicated, specs, tokens),
     )
-  return jax.jit(step)
+  options = quick_compiler.OPTIMIZED if optimized else None
+  return jax.jit(step, compiler_options=options)
 
 
-def run_step(layer, params, *tokens, view="global", state=None, placement=None):
-  """Runs `step_of(layer)` on whole arrays and returns whole arrays."""
+def run_step(layer, params, *tokens, state=None, placement=None, **program):
+  """Runs `step_of(layer, **program)`; takes and returns whole arrays."""
   args, *others = put(layer, params, *tokens)
-  return whole(step_of(layer, view)(args, *others, state, placement))
+  return whole(step_of(layer, **program)(args, *others, state, placement))
 
 
 @functools.cache

@@ -282,7 +282,7 @@ class Layer(Subject):
       axis is split over the mesh; it returns tokens. `params` is a pytree of
       arrays, equal on every process.
     expert: `expert(params, e, rows)` applies expert `e` to any rows `[n, H]`.
-      The kit calls it with float32 arrays on one device. The result of a token
+      The kit calls it with float64 arrays on one device. The result of a token
       is the weighted sum of its experts' outputs.
   """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests a layer against an oracle that applies every expert to every token.
 
-The oracle uses float32 arrays on one device, and JAX's derivatives.
+The oracle uses float64 arrays on one device, and JAX's derivatives.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ class LayerTrial(Trial):
       (topk_idx,), (tokens, weights, params) = route, inputs
       return apply(params, tokens, topk_idx, weights), ()
 
-    def dense(route: Any, inputs: Any) -> tuple[jax.Array, tuple[()]]:
+    def expected(route: Any, inputs: Any) -> tuple[jax.Array, tuple[()]]:
       (topk_idx,), (tokens, weights, params) = route, inputs
-      rows = jnp.stack([layer.expert(params, e, tokens) for e in experts])
-      chosen = jax.nn.one_hot(topk_idx, len(experts), dtype=jnp.float32)
-      return jnp.einsum("nke,nk,enh->nh", chosen, weights, rows), ()
+      outs = [layer.expert(params, e, tokens) for e in experts]
+      return dense(jnp.stack(outs), topk_idx, weights), ()
 
     (
       self.dense,
       self.dense_pullback,
       self.dense_pushforward,
       self.dense_second_pullback,
-    ) = map(_precisely, (dense, *derivatives(dense)))
+    ) = map(in_float64, (expected, *derivatives(expected)))
     super().__init__(setting, function)
 
   def oracle(self, topk_idx: np.ndarray) -> DenseOracle:
@@ -114,13 +113,31 @@ class DenseOracle(Oracle):
     return Expected(x.astype(dtype), lambda: unit, where)
 
 
-def _precisely(fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Compiles `fn(route, *args)` for float32 arguments, without TF32."""
+def dense(
+  outs: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
+) -> jax.Array:
+  """Returns the weighted sum [N, H] of the outputs of each token's experts.
+
+  Args:
+    outs: [E, N, H], the outputs of every expert for every token.
+    topk_idx: int [N, K]; -1 chooses no expert.
+    topk_weights: [N, K].
+  """
+  chosen = jax.nn.one_hot(topk_idx, len(outs), dtype=outs.dtype)
+  return jnp.einsum("nke,nk,enh->nh", chosen, topk_weights, outs)
+
+
+def in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """Jits `fn`; the result converts floats to float64, and returns NumPy."""
   compiled = jax.jit(fn)
 
-  def call(route: Any, *args: Any) -> Any:
-    args = jax.tree.map(lambda x: np.asarray(x, np.float32), args)
-    with jax.default_matmul_precision("highest"):
-      return compiled(route, *args)
+  def widen(x: Any) -> Any:
+    x = np.asarray(x)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(np.float64) if is_float else x
+
+  def call(*args: Any) -> Any:
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+      return jax.tree.map(np.asarray, compiled(*jax.tree.map(widen, args)))
 
   return call

@@ -3,16 +3,27 @@
 
 import copy
 import dataclasses
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
+from cases import jit_quickly
+from conftest import assert_shards_equal, make_mesh, TIMEOUT_S
 import ep
-from groups import E, failing, group, H, K
-from layer_steps import draw_params
+from groups import BACKEND, E, failing, group, H, K, of_one_process, T
+from layer_steps import (
+  assert_same_bits,
+  draw_params,
+  in_slots,
+  put,
+  run_forward,
+  whole,
+)
 
 R = 4  # ranks
 PLAIN = ep.MoEConfig(H, 6, E, K, gated=False, activation=jax.nn.gelu)
@@ -105,9 +116,9 @@ def test_an_update_keeps_a_bias_finite(rate, entry):
     (dict(inner=0), "inner = 0, but it must be at least 1"),
     (dict(score="relu"), "score = 'relu', but it must be one of"),
     (dict(capacity_factor=-1.0), "capacity_factor = -1.0"),
-    (dict(up_activation=jnp.tanh), "gated = False"),
     (dict(num_groups=3), "num_groups = 3 does not divide"),
     (dict(jitter=2.0), "jitter = 2.0"),
+    (dict(token_chunks=0), "token_chunks = 0, but it must be at least 1"),
     (dict(drop_by="first"), "drop_by = 'first'"),
     (dict(scale=np.nan), "scale = nan, but it must be a finite number"),
     (dict(jitter=np.nan), "jitter = nan"),
@@ -201,18 +212,13 @@ def test_each_expert_has_a_slot():
     (dict(captured_idx=np.zeros((R, K))), "captured_idx is float32, but"),
     (dict(captured_idx=np.zeros(R, int)), r"captured_idx has shape \(4,\)"),
     (dict(state=np.zeros(E)), "state is a ndarray, but an ep.moe.State"),
-    (
-      dict(config=dataclasses.replace(PLAIN, balance="sequence")),
-      "balance = 'sequence' needs",
-    ),
   ],
 )
 def test_bad_arguments_of_a_call(change, message):
   mesh_group = group("ep4")
   params = draw_params(PLAIN, np.zeros)
   args = dict(params=params, x=np.zeros((R, H), np.float32))
-  change = dict(change)
-  layer = ep.MoE(change.pop("config", PLAIN), mesh_group)
+  layer = ep.MoE(PLAIN, mesh_group)
   if "router" in change:
     change = dict(params={**params, **change})
   with pytest.raises((ValueError, TypeError), match=message):
@@ -225,10 +231,6 @@ def test_bad_arguments_of_a_call(change, message):
     (dict(num_experts=4), "num_experts = 4, but the group has 8"),
     (dict(hidden=H + 1), "but the group's rows have hidden_dim"),
     (dict(tp_axis="ep"), "tp_axis = 'ep', but it must be one of the mesh axes"),
-    (
-      dict(drop_by="fair", overflow="drop"),
-      "drop_by = 'fair', but capacity_factor = None leaves room",
-    ),
     (dict(drop_by="fair", capacity_factor=1.0), 'pass overflow="drop" as well'),
   ],
 )
@@ -249,3 +251,103 @@ def test_parameters_without_empty_slots_need_with_slots():
   layer, params = ep.MoE(config, group("ep4")), draw_params(config, np.zeros)
   with pytest.raises(ValueError, match="empty slots with ep.moe.with_slots"):
     layer(params, np.zeros((R, H), np.float32))
+
+
+PLACED = ep.Placement(np.roll(np.arange(E), 3))
+
+
+@of_one_process
+@pytest.mark.parametrize(
+  "placement, options, kind",
+  [
+    (None, {}, "forced_idx"),
+    (PLACED, {}, "forced_idx"),
+    (None, dict(token_chunks=T), "forced_idx"),
+    (PLACED, {}, "captured_idx"),
+  ],
+)
+def test_errors_name_wrong_choices_as_the_caller_wrote_them(
+  placement, options, kind
+):
+  """Errors name neither the slot of an expert nor the token of a chunk.
+
+  Engines that capture ids clear their buffers to 0, an expert's id, before.
+  """
+  layer = ep.MoE(dataclasses.replace(PLAIN, **options), group("ep4"))
+  ids = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
+  x = np.zeros((R * T, H), np.float32)
+  program = jax.jit(functools.partial(layer, placement=placement))
+
+  def run(ids):
+    params, *tokens = put(layer, draw_params(PLAIN, np.zeros), x, ids)
+    jax.block_until_ready(program(params, tokens[0], **{kind: tokens[1]}))
+
+  run(ids)
+  for choices, fault in [
+    ([3, 2, 3], "topk_idx[3, 2] = 3 repeats an expert of token 3;"),
+    ([0, 0, 0], "topk_idx[3, 1] = 0 repeats an expert of token 3;"),
+    ([0, E, 1], "topk_idx[3, 1] = 8, but num_experts = 8;"),
+    ([-2, 0, 1], "topk_idx[3, 0] = -2, but num_experts = 8;"),
+  ]:
+    ids[2 * T + 3] = choices
+    with failing(layer.group) as error:
+      run(ids)
+    assert f'ep_prepare(layer "moe"), rank 2: {fault}' in str(error.value)
+
+
+@of_one_process
+def test_padded_batches_take_ids_of_unsigned_dtypes():
+  """vLLM stores ids in the narrowest unsigned dtype, which has no -1."""
+  layer = ep.MoE(PLAIN, group("dp2_ep2"))
+  rng = np.random.default_rng(0)
+  params = draw_params(PLAIN, lambda shape: rng.normal(size=shape))
+  ids, x = np.tile(np.array([6, 1, 3], np.uint8), (2, 3, 1)), np.ones((2, 3, H))
+  run = functools.partial(layer, put(layer, params)[0], np.float32(x))
+  y, metrics = run(pad=True, captured_idx=ids)
+  np.testing.assert_array_equal(metrics.load, np.isin(range(E), ids) * 6)
+  np.testing.assert_array_equal(y, run(pad=True, forced_idx=ids)[0])
+
+
+def test_a_tensor_parallel_layer_makes_its_group_and_parameters():
+  """An axis whose ranks hold the same tokens splits the experts' inner sizes.
+
+  The layer places parameters and state on the given mesh.
+  """
+  mesh = make_mesh({"ep": 2, "tp": 2})
+  config = dataclasses.replace(PLAIN, tp_axis="tp", shared_inner=4)
+  options = dict(timeout_s=TIMEOUT_S, backend=BACKEND, max_tokens_per_rank=T)
+  layer = ep.MoE(config, mesh, **options)
+  with layer.group as here:
+    assert here.data_axes == ()
+    assert (here.hidden_dim, here.top_k) == (config.hidden, K)
+    params, state = layer.init(jax.random.key(0)), layer.init_state()
+    for name, spec in layer.specs().items():
+      assert params[name].sharding == NamedSharding(mesh, spec)
+    first = jit_quickly(functools.partial(ep.moe.init, config=config))
+    assert_same_bits(whole(params), whole(first(jax.random.key(0))))
+    load = np.arange(E, dtype=np.float32)
+    state = jax.jit(ep.moe.State.after)(state, load)
+    bias = np.float32(1e-3) * np.sign(load.mean() - load)
+    assert_shards_equal(state.bias, bias)
+    with pytest.raises(TypeError, match="'timeout_s'. are options of ep_boot"):
+      ep.MoE(config, here, timeout_s=1.0)
+
+
+@of_one_process
+def test_metrics_count_rows_and_drops():
+  """`drops` are of expert ids, and the busiest rank's rows of any capacity."""
+  config = dataclasses.replace(PLAIN, capacity_factor=1.0, overflow="drop")
+  layer = ep.MoE(config, group("ep4"))
+  ids = np.tile(PLACED.experts[[0, 1, 2]].astype(np.int32), (R * T, 1))
+  x = np.ones((R * T, H), np.float32)
+  params = in_slots(PLACED, draw_params(PLAIN, np.ones))
+  _, metrics = run_forward(layer, params, x, ids, placement=PLACED)
+  np.testing.assert_array_equal(metrics.load, np.isin(range(E), ids) * R * T)
+  assert metrics.max_rank_rows == 2 * R * T  # the first rank has two experts
+  dropped = np.int32([2 * R * T - T * K, R * T - T * K, 0, 0])
+  by_rank = metrics.drops[PLACED.experts].reshape(R, -1).sum(axis=1)
+  np.testing.assert_array_equal(by_rank, dropped)
+  assert metrics.dropped == dropped.sum()
+  slots = PLACED.slots[ids].astype(np.int32)
+  handle = ep.ep_prepare(layer.ep_layer, put(layer, {}, slots)[1])
+  assert_shards_equal(handle.dropped_counts.sum(axis=1), dropped)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""route_topk agrees with its formulas in NumPy, on one rank and on four."""
+"""route_topk and topk_from_map agree with NumPy, on one rank and on four."""
 
 import functools
 import itertools
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from cases import jit_quickly
+from cases import global_view, jit_quickly, local_view
 from conftest import (
   assert_shards_close,
   assert_shards_equal,
@@ -21,14 +21,15 @@ from conftest import (
 )
 import ep
 from ep._src.moe import router
-from groups import E, K
+from groups import E, failing, K, layer, of_one_process, spec, T
+from op_functions import sizes
 from parameters import logits_of
 
 SCORES = "softmax", "sigmoid", "sqrtsoftplus"
 
 
 def _route(logits, *args, **options):
-  route = functools.partial(router.route_topk, **options)
+  route = functools.partial(ep.route_topk, **options)
   return jit_quickly(lambda x: route(x, *args))(logits)
 
 
@@ -51,7 +52,7 @@ def test_ids_and_weights_agree_with_the_formula(dtype):
 
   @jit_quickly
   def routes(x):
-    return [router.route_topk(x, K, scale=2.5, **options) for options in every]
+    return [ep.route_topk(x, K, scale=2.5, **options) for options in every]
 
   for (idx, weights), options in zip(routes(logits), every, strict=True):
     scores = _scores(logits, options["score"])
@@ -85,34 +86,39 @@ def test_large_logits_neither_tie_nor_overflow():
   np.testing.assert_allclose(weights, [[0.5, 0.5]])
 
 
-@pytest.mark.parametrize("at", [-14, -16, -18, -90, -2e4])
-def test_small_sqrtsoftplus_scores_keep_their_ratios(at):
-  logits = np.float32(at) + np.linspace(-1.75, 1.75, E, dtype=np.float32)
-  route = functools.partial(router.route_topk, top_k=E, score="sqrtsoftplus")
-  _, weights = jit_quickly(route)(logits)
-  gradient = jit_quickly(jax.grad(lambda x: jnp.log(route(x)[1][0])))(logits)
-  expected = np.sqrt(np.exp(np.float64(logits - logits[-1])))[::-1]
-  expected /= expected.sum()
-  np.testing.assert_allclose(weights, expected, rtol=2e-6)
-  expected = -0.5 * expected[::-1] + 0.5 * np.eye(E)[-1]
-  np.testing.assert_allclose(gradient, expected, rtol=4e-6)
+def test_small_sqrtsoftplus_scores_keep_their_ratios():
+  @jit_quickly
+  def route_and_gradient(logits):
+    route = functools.partial(ep.route_topk, top_k=E, score="sqrtsoftplus")
+    gradient = jax.grad(lambda x: jnp.log(route(x)[1][0]))(logits)
+    return route(logits)[1], gradient
+
+  for at in -14, -16, -18, -90, -2e4:
+    logits = np.float32(at) + np.linspace(-1.75, 1.75, E, dtype=np.float32)
+    weights, gradient = route_and_gradient(logits)
+    expected = np.sqrt(np.exp(np.float64(logits - logits[-1])))[::-1]
+    expected /= expected.sum()
+    np.testing.assert_allclose(weights, expected, rtol=2e-6)
+    expected = -0.5 * expected[::-1] + 0.5 * np.eye(E)[-1]
+    np.testing.assert_allclose(gradient, expected, rtol=4e-6)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("score", SCORES)
-def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
+def test_weights_are_differentiable_and_the_bias_is_not():
   # NumPy differentiates in float64, with steps too small to change a choice.
   logits = np.asarray(logits_of(3), np.float64)
   cotangent = np.random.default_rng(1).normal(size=(3, K))
   bias = jnp.linspace(0.5, -0.5, E)
+  every = [*itertools.product(SCORES, [False, True])]
 
-  def loss(x, bias):
-    _, weights = router.route_topk(
-      x, K, score=score, normalize=normalize, selection_bias=bias
-    )
-    return jnp.sum(weights * cotangent)
+  @jit_quickly
+  def gradients(x, bias):
+    def loss(x, bias, score, normalize):
+      options = dict(score=score, normalize=normalize, selection_bias=bias)
+      return jnp.sum(ep.route_topk(x, K, **options)[1] * cotangent)
 
-  def formula(x):
+    return [jax.grad(loss, (0, 1))(x, bias, *options) for options in every]
+
+  def formula(x, score, normalize):
     scores = _scores(x, score)
     order = np.argsort(-(scores + np.asarray(bias)), -1, kind="stable")
     chosen = np.take_along_axis(scores, order[..., :K], -1)
@@ -120,15 +126,16 @@ def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
       chosen = chosen / chosen.sum(-1, keepdims=True)
     return np.sum(chosen * cotangent)
 
-  got, got_bias = jit_quickly(jax.grad(loss, (0, 1)))(np.float32(logits), bias)
-  step, expected = 1e-6, np.zeros_like(logits)
-  for at in np.ndindex(logits.shape):
-    up, down = logits.copy(), logits.copy()
-    up[at] += step
-    down[at] -= step
-    expected[at] = (formula(up) - formula(down)) / (2 * step)
-  np.testing.assert_allclose(got, expected, atol=1e-5)
-  np.testing.assert_array_equal(got_bias, np.zeros(E))
+  results = gradients(np.float32(logits), bias)
+  for options, (got, got_bias) in zip(every, results, strict=True):
+    step, expected = 1e-6, np.zeros_like(logits)
+    for at in np.ndindex(logits.shape):
+      up, down = logits.copy(), logits.copy()
+      up[at] += step
+      down[at] -= step
+      expected[at] = (formula(up, *options) - formula(down, *options)) / 2e-6
+    np.testing.assert_allclose(got, expected, atol=1e-5, err_msg=str(options))
+    np.testing.assert_array_equal(got_bias, np.zeros(E))
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -137,7 +144,7 @@ def test_one_choice_whose_weight_never_changes_gives_a_warning(score):
 
   def gradient(top_k, **options):
     def loss(x):
-      return router.route_topk(x, top_k, score=score, **options)[1][:, 0].sum()
+      return ep.route_topk(x, top_k, score=score, **options)[1][:, 0].sum()
 
     return jax.grad(loss)(logits_of(3))
 
@@ -147,7 +154,7 @@ def test_one_choice_whose_weight_never_changes_gives_a_warning(score):
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     assert gradient(1, normalize=False).any() and gradient(2).any()
-    router.route_topk(jnp.zeros((3, 1)), 1)  # there is nothing to route
+    ep.route_topk(jnp.zeros((3, 1)), 1)  # there is nothing to route
 
 
 def _choose_in_groups(order, groups, top_groups, best, k):
@@ -205,7 +212,7 @@ def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
   forced = np.array([[7, 0, 3], [5, -1, 2], [-1, -1, 6], [-1, -1, -1]])
 
   def route(x):
-    return router.route_topk(
+    return ep.route_topk(
       x, K, normalize=normalize, scale=2.5, forced_idx=forced
     )
 
@@ -249,7 +256,7 @@ def test_masked_tokens_may_hold_nan():
   logits[1] = np.nan
   mask = jnp.array([True, False])
   jittered = functools.partial(
-    router.route_topk, top_k=K, mask=mask, jitter=0.1, key=jax.random.key(0)
+    ep.route_topk, top_k=K, mask=mask, jitter=0.1, key=jax.random.key(0)
   )
   gradient = jit_quickly(jax.grad(lambda x: jittered(x)[1][:, 0].sum()))(logits)
   assert np.isfinite(gradient).all() and np.asarray(gradient[0]).any()
@@ -360,4 +367,152 @@ def test_routing_is_sharded_as_the_logits_are(axis_type):
 )
 def test_bad_arguments_are_named(options, message):
   with pytest.raises((ValueError, TypeError), match=message):
-    router.route_topk(**{"logits": logits_of(3), **options})
+    ep.route_topk(**{"logits": logits_of(3), **options})
+
+
+def test_captured_ids_replace_the_choices_of_their_tokens():
+  """The router chooses for a token with an id of -1, and engines use int16."""
+  logits, mask = logits_of(24), np.arange(24) % 5 > 0
+  captured = np.random.default_rng(3).random((24, E)).argsort(axis=-1)[:, :K]
+  captured = captured.astype(np.int16)
+  captured[::3] = captured[13, 1] = -1
+  bias = np.linspace(0.5, -0.5, E, dtype=np.float32)
+
+  def route(logits, cotangent):
+    (weights, idx), vjp = jax.vjp(
+      lambda x: ep.route_topk(
+        x, K, selection_bias=bias, mask=mask, captured_idx=captured
+      )[::-1],
+      logits,
+    )
+    no_tangent = np.zeros(idx.shape, jax.dtypes.float0)
+    return idx, weights, *vjp((cotangent, no_tangent))
+
+  cotangent = np.random.default_rng(4).normal(size=(24, K)).astype(np.float32)
+  idx, weights, gradient = jit_quickly(route)(logits, cotangent)
+  chosen = np.argsort(-(_scores(logits, "softmax") + bias), kind="stable")
+  is_captured = (captured >= 0).all(axis=-1, keepdims=True)
+  expected = np.where(is_captured, captured, chosen[:, :K])
+  np.testing.assert_array_equal(idx, np.where(mask[:, None], expected, -1))
+  of_chosen = np.exp(np.float64(np.take_along_axis(logits, expected, -1)))
+  of_chosen *= mask[:, None]
+  of_chosen /= np.maximum(of_chosen.sum(-1, keepdims=True), 1e-30)
+  np.testing.assert_allclose(weights, of_chosen, rtol=1e-5)
+  pulled = cotangent - (of_chosen * cotangent).sum(-1, keepdims=True)
+  of_logits = np.zeros(logits.shape)
+  np.put_along_axis(of_logits, expected, of_chosen * pulled, -1)
+  np.testing.assert_allclose(gradient, of_logits, 1e-4, 1e-6)
+
+
+# topk_from_map
+
+
+def draw_map(lead):
+  """Draws a map of at most K experts per token, and its probabilities.
+
+  The probabilities of other experts are NaN.
+  """
+  rng = np.random.default_rng(0)
+  experts = rng.random((*lead, E)).argsort(-1)
+  routing_map = experts < rng.integers(0, K + 1, (*lead, 1))
+  probs = np.where(routing_map, rng.random((*lead, E)), np.nan)
+  return routing_map, probs.astype(np.float32)
+
+
+def choices_of_map(routing_map, probs):
+  idx = np.full((*routing_map.shape[:-1], K), -1, np.int32)
+  weights = np.zeros(idx.shape, np.float32)
+  for row in np.ndindex(idx.shape[:-1]):
+    (experts,) = np.nonzero(routing_map[row])
+    idx[row][: len(experts)] = experts
+    weights[row][: len(experts)] = probs[row][experts]
+  return idx, weights
+
+
+@pytest.mark.parametrize(
+  "axis_type",
+  [AxisType.Auto, pytest.param(AxisType.Explicit, marks=of_one_process)],
+  ids=lambda t: t.name,
+)
+def test_choices_and_gradients_agree_with_the_map(axis_type):
+  """Results are sharded like the map, without communication between ranks."""
+  a_layer = layer("dp2_ep2", axis_type)
+  mesh, sharded = a_layer.group.mesh, spec(a_layer)
+  lead = 4 * T, 2
+  routing_map, probs = draw_map(lead)
+  scale = np.random.default_rng(1).random((*lead, K)).astype(np.float32)
+
+  def fn(routing_map, probs, scale):
+    def weigh(probs):
+      idx, weights = ep.topk_from_map(routing_map, probs, K)
+      return (weights * scale).sum(), (idx, weights)
+
+    return jax.grad(weigh, has_aux=True)(probs)
+
+  args = [to_global(x, mesh, sharded) for x in (routing_map, probs, scale)]
+  with jax.set_mesh(mesh):
+    program = jax.jit(fn).lower(*args).compile()
+  gradient, (idx, weights) = program(*args)
+  ep.assert_no_hidden_collectives(program, allow=["all-reduce"])
+  expected = choices_of_map(routing_map, probs)
+  assert_shards_equal(idx, expected[0])
+  assert_shards_equal(weights, expected[1])
+  expected_gradient = np.zeros_like(probs)
+  for row in np.ndindex(lead):
+    n = routing_map[row].sum()
+    expected_gradient[row][expected[0][row][:n]] = scale[row][:n]
+  assert_shards_equal(gradient, expected_gradient)
+  for array in idx, weights, gradient:
+    assert array.sharding.is_equivalent_to(args[0].sharding, 3)
+
+
+@of_one_process
+def test_a_row_with_too_many_experts():
+  """An eager call names the row. Otherwise ep_prepare raises the error."""
+  a_layer = layer()
+  routing_map, probs = draw_map((4 * T,))
+  row = 2 * T + 1
+  routing_map[row] = np.arange(E) < K + 2
+  message = rf"routing_map\[{row}\] marks {K + 2} experts, \[0, 1, 2, 3, 4\]"
+  with pytest.raises(ValueError, match=message):
+    ep.topk_from_map(routing_map, probs, K)
+
+  def choose(routing_map, probs):
+    return ep.topk_from_map(routing_map, probs, K)
+
+  args = [
+    to_global(x, a_layer.group.mesh, spec(a_layer))
+    for x in (routing_map, probs)
+  ]
+  idx, weights = jax.jit(choose)(*args)
+  expected = choices_of_map(*draw_map((4 * T,)))
+  expected[0][row], expected[1][row] = -(K + 2), np.nan
+  assert_shards_equal(idx, expected[0])
+  assert_shards_equal(weights, expected[1])
+  for view in global_view, local_view:
+    with failing(a_layer.group) as error:
+      jax.block_until_ready(jax.jit(view(a_layer, sizes))(idx))
+    assert ", rank 2" in str(error.value)
+    assert f": topk_idx[1, 0] = -{K + 2}, but" in str(error.value)
+
+
+def test_a_map_of_one_expert_gives_no_warning(recwarn):
+  ep.topk_from_map(np.eye(E, dtype=bool), np.eye(E, dtype=np.float32), 1)
+  assert not recwarn.list
+
+
+def test_bad_arguments_of_a_map():
+  good = np.zeros((4, E), bool), np.zeros((4, E), jnp.bfloat16), K
+  _, weights = jax.eval_shape(lambda: ep.topk_from_map(*good))
+  assert weights.dtype == jnp.float32
+  for index, value, error, words in [
+    (0, good[0].astype(int), TypeError, "routing_map is int32, but a map of"),
+    (1, good[0], TypeError, "probs is bool, but a float"),
+    (1, good[1][1:], ValueError, r"routing_map has shape \(4, 8\) and probs"),
+    (2, E + 1, ValueError, "top_k = 9, but maps of shape"),
+    (2, 2.5, TypeError, "top_k = 2.5 is a float"),
+  ]:
+    args = [*good]
+    args[index] = value
+    with pytest.raises(error, match="topk_from_map: " + words):
+      ep.topk_from_map(*args)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops and layers, and their gradients, run in the strict modes of JAX.
+"""Ops, and their gradients, run in the strict modes of JAX.
 
 The modes are `jax_numpy_dtype_promotion=strict`, `jax_numpy_rank_promotion=
 raise`, `jax_enable_x64`, `jax_debug_nans` and `jax_check_tracer_leaks`. No mode
 changes the dtypes of results. Strict promotion with x64 finds arrays of default
 dtypes: these arrays have 64 bits, and JAX refuses to add them to narrower
-arrays.
+arrays. The column `test_strict_modes` of tests/moe/layer_test.py has layers.
 
 A program is a function of one rank's arrays: JAX 0.10.2 itself leaks a tracer
 in the gradient of a `shard_map` with a psum.
@@ -22,7 +22,6 @@ import pytest
 
 import ep
 from groups import E, group, K, of_one_process, T
-from layer_steps import draw_params
 from op_functions import everything, Ops
 
 pytestmark = of_one_process
@@ -40,32 +39,6 @@ def floats(*shape, dtype=jnp.bfloat16):
 def ids(*shape):
   return np.arange(np.prod(shape), dtype=np.int32).reshape(shape) % E
 
-
-# Options of `MoEConfig`, and arguments of a call of the layer.
-LAYERS = {
-  "router": (
-    dict(biases=True, router_bias=True, weigh="early", jitter=0.1),
-    dict(key=jax.random.key(0)),
-  ),
-  "shared": (
-    dict(
-      shared_inner=INNER,
-      score="sigmoid",
-      num_groups=4,
-      top_groups=2,
-      wire="mxfp8",
-    ),
-    dict(state=ep.moe.State(np.zeros(E, np.float32)), mask=np.arange(T) > 1),
-  ),
-  "forced": (
-    dict(score="sqrtsoftplus", weigh="input", fsdp_axis="dp"),
-    dict(forced_idx=ids(T, K), placement=PLACEMENT),
-  ),
-  "tp": (dict(tp_axis="dp", biases=True, **SHORT), {}),
-  "chunk": (dict(capacity_factor=2.0, overflow="chunk"), {}),
-  "token_chunks": (dict(token_chunks=2, **SHORT), {}),
-  "deterministic": (dict(deterministic=True), dict(captured_idx=ids(T, K) - 1)),
-}
 
 # Options of `EpLayerConfig`.
 OPS = {
@@ -86,34 +59,6 @@ def on_ranks(step, in_specs, out_specs, *args):
   mesh = bound().mesh
   step = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
   return step, args
-
-
-def of_layer(options, call):
-  config = ep.MoEConfig(HIDDEN, INNER, E, K, dtype=jnp.bfloat16, **options)
-  sizes = dict(data_axes=()) if config.tp_axis else {}
-  layer = ep.MoE(config, bound(**sizes))
-  params = draw_params(config, lambda shape: floats(*shape))
-  dtype = jnp.float32 if config.deterministic else jnp.bfloat16
-
-  def step(params, x):
-    def loss(params, x):
-      y, metrics = layer(params, x, **call)
-      losses = metrics.aux_loss + metrics.z_loss + metrics.entropy
-      return losses + y.astype(jnp.float32).sum(), (y, metrics)
-
-    grads, (y, metrics) = jax.grad(loss, (0, 1), has_aux=True)(params, x)
-    state = layer.init_state().after(metrics.load)
-    return grads, y, (metrics, metrics.dropped, state)
-
-  tokens = PartitionSpec(layer.group.token_axes)
-  arrays = layer.specs(), tokens
-  return on_ranks(
-    step,
-    arrays,
-    (arrays, tokens, PartitionSpec()),
-    {n: p.astype(dtype) for n, p in params.items()},
-    floats(layer.group.num_token_ranks * T, HIDDEN),
-  )
 
 
 def of_ops(options, backend=None):
@@ -199,7 +144,6 @@ FUNCTIONS = {
 }
 
 PROGRAMS = {
-  **{f"layer {n}": functools.partial(of_layer, *x) for n, x in LAYERS.items()},
   **{f"ops {n}": functools.partial(of_ops, x) for n, x in OPS.items()},
   **{n: functools.partial(of_function, *x) for n, x in FUNCTIONS.items()},
 }

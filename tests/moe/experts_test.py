@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ep.moe_layer` applies matrices, or experts that a user writes.
+
+The row "experts" of layer_test.py has LoRA experts that also call a kernel of
+JAX with `segments.group_sizes`.
+"""
+
+import functools
+
+import jax
+from jax import lax
+import jax.extend
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, rounded
+from conftest import assert_shards_close, to_global
+import ep
+from ep.testing import _dense
+from groups import E, group, H, K, layer, of_one_process, ranks, spec, T
+from layer_steps import (
+  assert_close,
+  assert_same_bits,
+  moe_step_of,
+  put_moe,
+  run_moe_step,
+  whole,
+)
+from layer_table import unit
+from op_functions import Ops
+
+F = 9  # inner size of an expert
+
+
+def draw(hidden=H, **shapes):
+  rng = np.random.default_rng(1)
+  shapes = shapes or {
+    "w_gate": (E, hidden, F),
+    "w_up": (E, hidden, F),
+    "w_down": (E, F, hidden),
+  }
+  return {n: np.float32(rng.normal(size=s)) for n, s in shapes.items()}
+
+
+def swiglu(params, rows):
+  hidden = jax.nn.silu(rows @ params["w_gate"]) * (rows @ params["w_up"])
+  return hidden @ params["w_down"]
+
+
+def dense_step(expert, topk_idx, *args):
+  """Returns the output and gradients of a dense layer in float64."""
+
+  def step(topk_idx, *args):
+    def dense(tokens, weights, params):
+      outs = jax.vmap(expert, (0, None))(params, tokens.reshape(-1, H))
+      args = (x.reshape(-1, x.shape[-1]) for x in (topk_idx, weights))
+      return _dense.dense(outs, *args).reshape(tokens.shape)
+
+    *floats, ct = args
+    out, vjp = jax.vjp(dense, *floats)
+    return out, *vjp(ct)
+
+  return _dense.in_float64(step)(topk_idx, *args)
+
+
+def arrays_of(case, params):
+  tokens = case.tokens()
+  return case.topk_idx, tokens, case.weights(), params, tokens
+
+
+@pytest.mark.parametrize(
+  "routing", ["with_unused_choices", "to_one_expert", "idle"]
+)
+def test_experts_and_ranks_may_be_idle(routing):
+  """Also in a shard_map without `check_vma`."""
+  case = Case(layer("ep4", alignment=4), routing)
+  args = arrays_of(case, draw())
+  got = run_moe_step(case.layer, *args, view="local_unchecked")
+  assert_close(got, dense_step(swiglu, *args), 1e-5, 1e-4)
+
+
+@of_one_process
+def test_tokens_may_have_any_leading_dims():
+  """`handle.token_shape` is the leading dims of one rank's tokens."""
+  case = Case(layer(), lead=(1, T))
+  *args, ct = arrays_of(case, draw())
+
+  @jax.jit
+  def moe(topk_idx, tokens, weights, matrices):
+    args = case.layer, tokens, topk_idx, weights
+    return ep.moe_layer(*args, **matrices, return_handle=True)
+
+  out, handle = moe(*put_moe(case.layer, *args))
+  assert_shards_close(out, dense_step(swiglu, *args, ct)[0], 1e-5, 1e-4)
+  assert_same(Ops(handle).sizes(), case.oracle.sizes())
+  assert (handle.layer, handle.token_shape) == (case.layer, (1, T))
+
+
+@of_one_process
+def test_an_activation_may_have_a_learned_parameter():
+  """Its gradient is a sum over all rows of the capacity, padding included."""
+  case = Case(layer("ep4", alignment=4), "idle_rank")
+  topk_idx, tokens, weights, params, _ = arrays_of(case, draw())
+
+  def loss(factor, topk_idx, tokens, weights, matrices):
+    args = case.layer, tokens, topk_idx, weights
+
+    def activation(x):
+      return unit(factor * x) * factor
+
+    return ep.moe_layer(*args, **matrices, activation=activation).sum()
+
+  def dense(factor, topk_idx, tokens, weights, params):
+    def expert(p):
+      hidden = unit(factor * tokens @ p["w_gate"]) * factor
+      return hidden * (tokens @ p["w_up"]) @ p["w_down"]
+
+    return _dense.dense(jax.vmap(expert)(params), topk_idx, weights).sum()
+
+  args = topk_idx, tokens, weights, params
+  with jax.checking_leaks():
+    got = jax.jit(jax.grad(loss))(2.0, *put_moe(case.layer, *args))
+  expected = _dense.in_float64(jax.grad(dense))(2.0, *args)
+  np.testing.assert_allclose(whole(got), expected, 1e-4)
+
+
+@of_one_process
+def test_a_program_belongs_to_one_implementation():
+  """Functions are compared by identity: JAX traces each of them once."""
+  case = Case(layer())
+  *args, ct = arrays_of(case, draw())
+  topk_idx, tokens, weights, matrices = put_moe(case.layer, *args)
+  expected, *_ = dense_step(swiglu, *args, ct)
+  calls = []
+
+  def implementation():
+    def dot(lhs, rhs, group_sizes):
+      calls.append(dot)
+      return lax.ragged_dot(lhs, rhs, group_sizes)
+
+    return dot
+
+  first, second = implementation(), implementation()
+  for dot in first, first, second:
+    args = case.layer, tokens, topk_idx, weights
+    got = ep.moe_layer(*args, **matrices, implementation=dot)
+    assert_shards_close(got, expected, 1e-5, 1e-4)
+  assert calls.count(first) == calls.count(second) > 0
+
+
+def ours(segments, params, rows):
+  """Computes the same as the experts of `moe_layer`, and saves as little."""
+
+  @jax.checkpoint
+  def leave(up, gate):
+    hidden = segments.map(lambda g, u: jax.nn.silu(g) * u, gate, up)
+    return segments.matmul(hidden, params["w_down"])
+
+  return leave(*segments.matmul(rows, [params["w_up"], params["w_gate"]]))
+
+
+def test_a_function_like_ours_has_the_bits_of_ours():
+  """Also the rows that pad segments, and all gradients, have the same bits."""
+  case = Case(layer("dp2_ep2", alignment=4), "with_unused_choices")
+  args = arrays_of(case, draw())
+  expected = run_moe_step(case.layer, *args)
+  assert_same_bits(run_moe_step(case.layer, *args, experts=ours), expected)
+
+
+def log(x):
+  return jnp.log(jnp.abs(x))
+
+
+def inverse(x):
+  return 1 / jnp.abs(x[:, 0])
+
+
+def nowhere_finite(segments, params, rows):
+  """Applies functions that are not finite at 0, as padding rows are."""
+  of_map = segments.map(unit, segments.matmul(rows, params["up"]))
+  of_map = segments.matmul(of_map, params["down"])
+  of_checkpoint = jax.checkpoint(
+    lambda x: segments.matmul(segments.map(log, x), params["down"])
+  )(segments.matmul(rows, params["up"]))
+  by_jax = segments.spread(params["bias"], inverse(rows))
+  by_map = segments.spread(params["bias"], segments.map(inverse, rows))
+  parts = of_map, of_checkpoint, by_jax, by_map
+  return segments.map(lambda *parts: sum(parts), *parts)
+
+
+def nowhere_finite_expert(params, rows):
+  hidden = rows @ params["up"]
+  biases = 2 * inverse(rows)[:, None] * params["bias"]
+  return (unit(hidden) + log(hidden)) @ params["down"] + biases
+
+
+@of_one_process
+def test_padding_rows_add_nothing_to_gradients():
+  case = Case(layer("dp2_ep2", alignment=4), "idle_rank")
+  params = draw(up=(E, H, F), down=(E, F, H), bias=(E, H))
+  args = arrays_of(case, params)
+  got = run_moe_step(case.layer, *args, experts=nowhere_finite)
+  expected = dense_step(nowhere_finite_expert, *args)
+  for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+    np.testing.assert_allclose(a, b, 1e-3, 1e-4 * np.abs(b).max())
+
+
+@of_one_process
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_quantized_weights(dtype):
+  """fp8 arrays are `params`; a function in the local view closes over int8."""
+  case = Case(layer())
+
+  def quantized(w):
+    scales = np.abs(w).max(1, keepdims=True) / 100
+    return np.asarray(jnp.asarray(w / scales).round().astype(dtype)), scales
+
+  def dequantizing(segments, params, rows):
+    matrices = {n: q.astype(rows.dtype) * s for n, (q, s) in params.items()}
+    return ours(segments, matrices, rows)
+
+  small = {n: quantized(w) for n, w in draw().items()}
+  matrices = {n: np.float32(q) * scales for n, (q, scales) in small.items()}
+  routed = case.tokens(), case.topk_idx, case.weights()
+  expected = ep.moe_layer(case.layer, *map(case.put, routed), **matrices)
+
+  def local(params, *routed):
+    def experts(segments, _, rows):
+      return dequantizing(segments, params, rows)
+
+    return ep.moe_layer(case.layer, *routed, experts=experts)
+
+  calls = [
+    jax.shard_map(
+      local,
+      mesh=case.layer.group.mesh,
+      in_specs=(PartitionSpec("ep"), *[spec(case.layer)] * 3),
+      out_specs=spec(case.layer),
+    )
+  ]
+  if dtype != jnp.int8:
+    calls.append(
+      lambda params, *routed: ep.moe_layer(
+        case.layer, *routed, experts=dequantizing, params=params
+      )
+    )
+  for call in calls:
+    got = jax.jit(call)(small, *map(case.put, routed))
+    assert_close(got, expected, 1e-5, 1e-4)
+
+
+@of_one_process
+def test_unused_rows_do_not_affect_results():
+  """Results have the same bits with zeros and with NaN in unused rows.
+
+  `jax_debug_nans` finds no NaN of a layer that uses few of its rows.
+  """
+  case = Case(layer(), "one_token")
+  args = arrays_of(case, draw())
+  with jax.debug_nans(True), ep.checked():  # makes the tail zero
+    expected = run_moe_step(case.layer, *args, experts=ours)
+  with ep.checked():  # makes the tail NaN
+    checked = case.layer.replace(name="checked")
+    got = run_moe_step(checked, *args, experts=ours)
+  assert_same_bits(got, expected)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
+
+
+def equations(jaxpr):
+  for eqn in jaxpr.eqns:
+    inner = list(jax.extend.core.jaxprs_in_params(eqn.params))
+    yield from (e for j in inner for e in equations(j))
+    if not inner:
+      yield eqn
+
+
+def test_no_operation_of_jax_computes_all_rows():
+  """Only primitives of ep, which skip unused rows, return blocks of C rows."""
+  case = Case(layer("ep4"))
+  args = arrays_of(case, draw())
+  traced = moe_step_of(case.layer, experts=ours).trace(*args)
+  names = {
+    eqn.primitive.name
+    for eqn in equations(traced.jaxpr.jaxpr)
+    for x in eqn.outvars
+    if x.aval.shape[:1] == (case.layer.capacity,)
+    and x.aval.shape[1:] not in ((), (1,))
+  }
+  assert {"ep_map_used_rows", "ep_grouped_matmul"} <= names
+  assert not {n for n in names if not n.startswith("ep_")}
+
+
+def test_params_are_a_pytree_and_may_be_none():
+  case = Case(layer())
+  topk_idx, tokens, weights, *_ = arrays_of(case, {})
+
+  def moe(experts, params):
+    call = functools.partial(ep.moe_layer, case.layer, experts=experts)
+    return jax.eval_shape(
+      lambda p: call(tokens, topk_idx, weights, params=p), params
+    )
+
+  out = moe(lambda segments, params, rows: rows, None)
+  assert out.shape == tokens.shape
+  nested = ((np.zeros((E, H, H), np.float32),),)
+  moe(lambda s, params, rows: s.matmul(rows, params[0][0]), nested)
+
+
+@of_one_process
+def test_fp8_rows_equal_rounded_tokens_and_cotangents():
+  """A layer with fp8 transport equals a layer with inputs rounded to fp8."""
+  wire, hidden = "fp8_block128", 128
+  plain = ep.EpLayerConfig(group("dp2_ep2", hidden_dim=hidden), alignment=8)
+  case = Case(plain, "skewed", hidden=hidden)
+  x, ct = case.tokens(jnp.bfloat16), case.tokens(jnp.bfloat16)
+  matrices = {n: w.astype(x.dtype) for n, w in draw(hidden).items()}
+
+  def run(layer, x, ct):
+    args = case.topk_idx, x, case.weights(), matrices, ct
+    return run_moe_step(layer, *args)
+
+  weights = case.weights()
+  case.weights = lambda: weights
+  actual = run(plain.replace(wire=wire), x, ct)
+  assert_same_bits(actual, run(plain, rounded(wire, x), rounded(wire, ct)))
+  assert not np.array_equal(actual[0], run(plain, x, ct)[0])
+
+
+def any_batch(*lead):
+  rng = np.random.default_rng(0)
+  idx = rng.permuted(np.tile(np.arange(E), (*lead, 1)), axis=-1)[..., :K]
+  tokens = rng.normal(size=(*lead, H)).astype(np.float32)
+  weights = rng.uniform(size=(*lead, K)).astype(np.float32)
+  return idx.astype(np.int32), tokens, weights, draw()
+
+
+def moe(config, **options):
+  def call(topk_idx, tokens, weights, matrices):
+    args = config, tokens, topk_idx, weights
+    return ep.moe_layer(*args, **matrices, **options)
+
+  return call
+
+
+@pytest.mark.parametrize(
+  "lead, axis_type",
+  [
+    ((1,), AxisType.Auto),
+    pytest.param((2, 3), AxisType.Explicit, marks=of_one_process),
+  ],
+)
+def test_any_batch_is_padded_when_asked(lead, axis_type):
+  """A batch may have fewer tokens than ranks, and any leading axes."""
+  config = layer("dp2_ep2", axis_type)
+  *tokens, matrices = arrays = any_batch(*lead)
+  mesh = config.group.mesh
+  experts = PartitionSpec(config.group.axis_name)
+  args = [to_global(x, mesh) for x in (*tokens, tokens[1])]
+  args.insert(3, {n: to_global(w, mesh, experts) for n, w in matrices.items()})
+
+  def step(topk_idx, *args):
+    *floats, ct = args
+    fn = functools.partial(moe(config, pad=True), topk_idx)
+    out, vjp = jax.vjp(fn, *floats)
+    return out, *vjp(ct)
+
+  got = whole(jax.jit(step)(*args))
+  assert_close(got, dense_step(swiglu, *arrays, tokens[1]), 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_pad_adds_nothing_where_no_padding_is_needed(is_local):
+  """`pad` changes no program for a full batch, and no program in shard_map."""
+  config = layer()
+  fns = moe(config, pad=True), moe(config)
+  if is_local:
+    sharded, experts = spec(config), PartitionSpec("ep")
+    specs = dict(in_specs=(*[sharded] * 3, experts), out_specs=sharded)
+    fns = [jax.shard_map(f, mesh=config.group.mesh, **specs) for f in fns]
+  programs = [jax.make_jaxpr(f)(*any_batch(12)) for f in fns]
+  assert str(programs[0]) == str(programs[1])
+
+
+def test_the_handle_describes_the_padded_tokens():
+  config = layer()
+  padded = moe(config, pad=True, return_handle=True)
+  out, handle = jax.eval_shape(padded, *any_batch(6))
+  assert out.shape == (6, H)
+  assert handle.token_shape == (2,)
+  assert handle.kept.shape == (ranks(config) * 2, K)
+  with pytest.raises(ValueError, match="max_tokens_per_rank"):
+    jax.eval_shape(moe(config, pad=True), *any_batch(ranks(config) * T + 1))
+
+
+def same(segments, params, rows):
+  return rows
+
+
+PARAMS = draw()
+OWN = dict(experts=same, params=dict(w=PARAMS["w_up"]))
+
+
+@pytest.mark.parametrize(
+  "given, error, message",
+  [
+    (PARAMS | dict(w_up=np.zeros((E, H + 1, F))), ValueError, "w_up has"),
+    (PARAMS | dict(w_down=np.zeros((E, H, F))), ValueError, "w_down has"),
+    (PARAMS | dict(w_gate=np.zeros((E, H, F - 1))), ValueError, "w_gate"),
+    (PARAMS | dict(w_up=np.zeros((1, H, F))), ValueError, "all experts"),
+    (
+      PARAMS | dict(w_down=np.zeros((E, F, H), np.float16)),
+      TypeError,
+      "w_down is",
+    ),
+    ({}, TypeError, r"by name: w_up=\.\.\."),
+    (OWN | dict(w_up=PARAMS["w_up"]), TypeError, r"experts and \['w_up'\]"),
+    (OWN | dict(experts=1), TypeError, "experts = 1 is"),
+    (OWN | dict(params=dict(w=np.zeros((7, H)))), ValueError, r"params\['w'\]"),
+    (OWN | dict(params=dict(w=np.zeros(E, int))), TypeError, "floats are exp"),
+    (OWN | dict(experts=None), TypeError, "passed by name"),
+    (OWN | dict(experts=lambda s, p, x: x[:, 1:]), ValueError, "like the rows"),
+    (
+      OWN | dict(experts=lambda s, p, x: s.matmul(x[:, 1:], p["w"])),
+      ValueError,
+      r"got rows \(\d+, 6\) and matrices \(\d, 7, 9\); expected",
+    ),
+    (
+      OWN | dict(experts=lambda s, p, x: s.map(jnp.add, x, p["w"][:, 0])),
+      ValueError,
+      r"got arrays of shapes \(\d+, 7\), \(\d, 9\); expected \[\d+, ...\]",
+    ),
+  ],
+)
+def test_arguments_that_do_not_fit(given, error, message):
+  case = Case(layer(name="moe_3"))
+  routed = case.tokens(), case.topk_idx, case.weights()
+  with pytest.raises(error, match=message) as raised:
+    ep.moe_layer(case.layer, *routed, **given)
+  if "experts" not in given:
+    assert 'moe_layer(layer "moe_3"): ' in str(raised.value)
+
+
+def test_matrices_are_passed_by_name():
+  case = Case(layer("ep4"))
+  routed = case.tokens(), case.topk_idx, case.weights()
+  with pytest.raises(TypeError, match=r'"moe"\): .*by name: w_up=\.\.\.'):
+    ep.moe_layer(case.layer, *routed, case.tokens(), case.tokens())
