@@ -328,6 +328,20 @@ def test_drops(row):
 
 
 @one_program
+@of_one_process
+def test_each_domain_decides_whether_it_needs_chunks():
+  """The first domain has four tokens, and the second one more than fit."""
+  setup, data = Setup("chunk", "dp2_ep2"), data_of("chunk", busy=True)
+  mask = data.mask.copy()
+  mask[:4, 1:] = False
+  data = dataclasses.replace(data, mask=mask)
+  y, metrics, *grads = step("chunk", mesh="dp2_ep2")(data, data.mask)
+  tokens = data.mask.size // setup.group.num_token_ranks
+  assert metrics["max_rank_rows"] > setup.ep_layer.capacity_for(tokens)
+  check_all("chunk", (y, metrics, *grads), expected("chunk", data))
+
+
+@one_program
 @columns("deterministic")
 def test_bfloat16(row):
   data, setup = data_of(row), Setup(row)
