@@ -86,7 +86,7 @@ def main() -> None:
     environment.install(*found, f"jax-ep[cuda{cuda}]")
     assert nccl not in plan(jax)
 
-    check(environment, environment.run("python", "-m", "ep", "check"))
+    check(environment, environment.run("python", "-m", "ep", "info"))
     if cuda == "13":
       image = Environment(pathlib.Path(scratch, "image").resolve())
       for folder in folders:

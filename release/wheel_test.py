@@ -56,7 +56,7 @@ def main() -> None:
     run, python = environment.run, environment.python
     environment.install(f"{wheel}[examples]")
 
-    report = run(python, "-m", "ep", "check")
+    report = run(python, "-m", "ep", "info")
     assert f" in {environment.site / 'ep'}\n" in report
     assert f"{environment.site / 'ep/libep_ffi_cpu.so'} (interface" in report
 

@@ -177,7 +177,7 @@ def moe(tree: ast.Module) -> list[tuple[int, int, str]]:
   ).lineno
   result = _only(_nodes(route, ast.Call, "RouteMetadata("), "RouteMetadata(")
   first, of_matmul = (f.body[1].lineno - 1 for f in (back, matmul))
-  # From 0.2.5 on, a training and an evaluation step have factors of their own.
+  # From 0.2.5 on, a training step and an evaluation have different factors.
   method = "def get_ragged_buffer_factor(self):"
   has_method = _nodes(tree, ast.FunctionDef, method)
   factor = "self.get_ragged_buffer_factor()"

@@ -74,15 +74,16 @@ def collectives_beside_ops(thunks):
   return [x for x in beside if x.kind in COLLECTIVES]
 
 
-def test_work_is_beside_every_op():
+def test_work_is_beside_ops():
+  """XLA chooses whether products of the shared expert are beside dispatch."""
   thunks = compiled()
   assert len(ours(thunks)) == len(OPS) * NUM_LAYERS
   assert NOTHING not in {x.kind for x in thunks}
   for op in ours(thunks):
     names = [x.name for x in op.beside]
-    assert names, op
-    # Beside these ops, XLA spends most time in matmuls of the shared expert.
-    if op.name.startswith(("ep_dispatch_moe", "ep_combine_moe")):
+    assert names or op.name.startswith("ep_dispatch_moe"), op
+    # Beside this op, XLA spends most time in a matmul of the shared expert.
+    if op.name.startswith("ep_combine_moe"):
       assert any("gemm" in name for name in names), op
 
 

@@ -654,7 +654,7 @@ def test_an_old_jax_is_refused_with_the_cure(tmp_path, jax, found):
   )
   for argv, lines in [
     (["-c", "import ep"], None),  # an ImportError
-    (["-m", "ep", "check"], 1),
+    (["-m", "ep", "info"], 1),
     (["-m", "ep", "launch", "--help"], 1),
   ]:
     process = _python(argv, {"PYTHONPATH": path}, stderr=subprocess.PIPE)

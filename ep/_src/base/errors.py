@@ -156,7 +156,7 @@ def raise_carried(array: jax.Array) -> None:
 
 
 def disagreement(op: str, value: str, of_ranks: np.ndarray) -> ValueError:
-  """Returns the error of ranks whose `value` is not that of rank 0."""
+  """Returns the error of ranks that have another `value` than rank 0."""
   other = int(np.argmax(of_ranks != of_ranks[0]))
   return ValueError(
     f"{op}: the ranks disagree on {value}: {of_ranks[0]} on rank 0,"

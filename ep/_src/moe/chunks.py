@@ -249,8 +249,8 @@ def _either(
   0.10.2). Instead
 
   * the arguments are saved once, outside of the branches;
-  * a branch returns what else its derivative needs, and zeros in place of what
-    the derivative of the other branch needs;
+  * a branch returns the other arrays that its derivative needs, and zeros in
+    place of the arrays that the derivative of the other branch needs;
   * the backward pass runs the derivative of the same branch.
   """
   branches = _Derivative(whole), _Derivative(chunks)
