@@ -39,6 +39,8 @@ def ids(*shape, dtype=np.int32):
 
 
 IDS, WEIGHTS, ROWS = ids(N, K), zeros(N, K), zeros(4, C, H)
+KEY = jax.random.key(0)
+SLICES = "input_offsets", "send_sizes", "output_offsets", "recv_sizes"
 NAN, BOTH = math.nan, PartitionSpec(("dp", "ep"))
 
 
@@ -642,21 +644,22 @@ TABLE = {
     dict(
       operand=zeros(3, H),
       output=zeros(3, H),
-      input_offsets=ids(4) * 0,
-      send_sizes=ids(4) * 0,
-      output_offsets=ids(4) * 0,
-      recv_sizes=ids(4) * 0,
       axis_name="ep",
+      **dict.fromkeys(SLICES, ids(4) * 0),
     ),
     [
-      (dict(operand=zeros(3)), V, "ragged_all_to_all"),
-      (dict(output=zeros(3, H + 1)), V, "ragged_all_to_all"),
+      (dict(operand=jax.random.split(KEY), output=KEY), F, "random.key_data"),
+      (dict(output=zeros(3, H + 1)), V, "rows of one shape"),
+      (dict(output=ids(3, H)), F, "output of int32"),
       (dict(input_offsets=ids(3)), V, "input_offsets"),
-      (dict(send_sizes=zeros(4)), F, "send_sizes"),
+      (dict(send_sizes=ids(8)), V, r"send_sizes is \[8\]"),
       (dict(output_offsets=ids(3)), V, "output_offsets"),
-      (dict(recv_sizes=ids(3)), V, "recv_sizes"),
-      (dict(axis_name="expert"), (V, NameError), "expert"),
-      (dict(axis_index_groups=[[0, 1]]), V, "axis_index_groups"),
+      (dict(recv_sizes=zeros(4)), F, "recv_sizes is float32"),
+      (dict.fromkeys(SLICES, ids(6)), V, "multiple of the 4 ranks"),
+      (dict(axis_name=()), V, "axis_name is empty"),
+      (dict(axis_name="expert"), NameError, "unbound axis name: expert"),
+      (dict(axis_index_groups=[[0, 1], [2]]), V, "axis_index_groups"),
+      (dict(axis_index_groups=[[0, 1], [1, 2]]), V, "axis_index_groups"),
     ],
   ),
   "launch.launch": lambda: (

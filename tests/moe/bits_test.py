@@ -491,22 +491,3 @@ def test_the_gradient_moves_back():
   args = (to_global(a, here.mesh, P("ep")) for a in (x, ct))
   got = jax.jit(jax.grad(loss))(*args)
   check_moved(got, (2 * x[ONE.slots] * ct[TWO.slots])[ONE.experts])
-
-
-def test_move_refuses():
-  here = group("ep4")
-  x = {"w": to_global(np.zeros((E, 2), np.float32), here.mesh, P("ep"))}
-
-  def move(arrays=x, specs=P("ep"), old=None, new=ONE):
-    ep.moe.move(here, arrays, specs, old=old, new=new)
-
-  for options, words in [
-    (dict(specs=P(None, "ep")), r"arrays\['w'\] of shape \(8, 2\): has not 8"),
-    (dict(specs=P(("dp", "ep"))), r"is split by \('dp', 'ep'\), but"),
-    (dict(new=STACKED), r"a placement is of layers \(3,\), but .* \(\)"),
-    (dict(new=ep.Placement(range(E + 1))), r"new has slots \(9,\), but"),
-  ]:
-    with pytest.raises(ValueError, match=words):
-      move(**options)
-  with pytest.raises(TypeError, match="old is a list, but an ep.Placement"):
-    move(old=[0, 1])

@@ -334,42 +334,6 @@ def test_routing_is_sharded_as_the_logits_are(axis_type):
     assert_shards_close(got_, expected_, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-  "options, message",
-  [
-    (dict(top_k=0), "choose between 1 and 8"),
-    (dict(top_k=9), "choose between 1 and 8"),
-    (dict(top_k=2.0), "route_topk: top_k = 2.0 is a float"),
-    (dict(top_k=True), "route_topk: top_k = True is a bool"),
-    (dict(top_k=2, score="relu"), r"one of \['softmax', 'sigmoid', 'sqrt"),
-    (dict(top_k=2, selection_bias=jnp.zeros(7)), r"shape \(8,\)"),
-    (dict(top_k=2, mask=jnp.ones((3, 1), bool)), r"shape \(3,\)"),
-    (dict(top_k=2, mask=jnp.ones(3)), "route_topk: mask is float32, but bools"),
-    (
-      dict(top_k=2, logits=jnp.zeros((3, E), int)),
-      "route_topk: logits are int32, but floats are expected",
-    ),
-    (dict(top_k=2, num_groups=3), "num_groups = 3 does not divide 8"),
-    (dict(top_k=2, num_groups=0), "num_groups = 0 does not divide 8"),
-    (dict(top_k=2, num_groups=4, top_groups=5), "between 1 and num_groups = 4"),
-    (
-      dict(top_k=5, num_groups=4, top_groups=2),
-      "groups of 2 experts hold only",
-    ),
-    (dict(top_k=1, num_groups=8), "group_best = 2, but groups have 1 experts"),
-    (dict(top_k=2, jitter=0.1), r"pass key=jax.random.key\("),
-    (dict(top_k=2, jitter=1.0), "at least 0 and less than 1"),
-    (dict(top_k=2, forced_idx=jnp.zeros((3, 2))), "forced_idx is float32"),
-    (dict(top_k=2, forced_idx=jnp.zeros((3, 1), int)), r"shape \(3, 2\)"),
-    (dict(top_k=2, captured_idx=jnp.zeros((1, 2), int)), "captured_idx has sh"),
-    (dict(top_k=2, captured_idx=0, forced_idx=0), "got forced_idx and captu"),
-  ],
-)
-def test_bad_arguments_are_named(options, message):
-  with pytest.raises((ValueError, TypeError), match=message):
-    ep.route_topk(**{"logits": logits_of(3), **options})
-
-
 def test_captured_ids_replace_the_choices_of_their_tokens():
   """The router chooses for a token with an id of -1, and engines use int16."""
   logits, mask = logits_of(24), np.arange(24) % 5 > 0
@@ -499,20 +463,3 @@ def test_a_row_with_too_many_experts():
 def test_a_map_of_one_expert_gives_no_warning(recwarn):
   ep.topk_from_map(np.eye(E, dtype=bool), np.eye(E, dtype=np.float32), 1)
   assert not recwarn.list
-
-
-def test_bad_arguments_of_a_map():
-  good = np.zeros((4, E), bool), np.zeros((4, E), jnp.bfloat16), K
-  _, weights = jax.eval_shape(lambda: ep.topk_from_map(*good))
-  assert weights.dtype == jnp.float32
-  for index, value, error, words in [
-    (0, good[0].astype(int), TypeError, "routing_map is int32, but a map of"),
-    (1, good[0], TypeError, "probs is bool, but a float"),
-    (1, good[1][1:], ValueError, r"routing_map has shape \(4, 8\) and probs"),
-    (2, E + 1, ValueError, "top_k = 9, but maps of shape"),
-    (2, 2.5, TypeError, "top_k = 2.5 is a float"),
-  ]:
-    args = [*good]
-    args[index] = value
-    with pytest.raises(error, match="topk_from_map: " + words):
-      ep.topk_from_map(*args)
