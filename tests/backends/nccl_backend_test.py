@@ -113,6 +113,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
     overflow="error",
     drop_by="slot",
     backend="nccl",
+    errors="raise",
     max_num_sms=0,
     timeout_s=1.0,
     exit_after_s=1.0,

@@ -306,13 +306,13 @@ def can_call_python(ctx: LoweringContext) -> bool:
 def local_device(ctx: LoweringContext) -> jax.Device | None:
   """Returns a device of this process that will run the operation.
 
-  Returns None if the program may run elsewhere, or XLA partitions the
-  operation.
+  Returns None if the program may run elsewhere, if XLA partitions the
+  operation, or if JAX compiles ahead of time for devices of no process.
   """
   if not can_call_python(ctx) or is_partitioned(ctx):
     return None
   client = ctx.module_context.get_backend()
-  return client.local_devices()[0] if client else None
+  return next(iter(client.local_devices()), None) if client else None
 
 
 def leaves_axes_automatic(ctx: LoweringContext) -> bool:
