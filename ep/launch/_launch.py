@@ -104,7 +104,8 @@ def launch(
       range or too large for this machine, or the logs cannot be written.
     TypeError: an argument has a wrong type.
   """
-  argv = arguments.strings("ep.launch", "argv", argv)
+  if isinstance(argv, str):
+    raise arguments.wrong_type("ep.launch", "argv", argv, "a list of strings")
   for name, value in (env or {}).items():
     arguments.string("ep.launch", f"env[{name!r}]", value)
   for name, count in [

@@ -54,7 +54,7 @@ def expect_refused(group):
   """Checks that every use of the group raises an error with the parent's id."""
   owner = f"the id {os.getppid()}, of which this one is a forked child"
   case = Case(ep.EpLayerConfig(group))
-  for use in (group.check, lambda: case.run(handle_of)):
+  for use in (group.raise_failures, lambda: case.run(handle_of)):
     with pytest.raises(RuntimeError, match=owner):
       use()
   ep.ep_finalize(group)

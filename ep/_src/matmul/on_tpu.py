@@ -14,7 +14,7 @@ says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 import logging
@@ -87,7 +87,7 @@ def outer(
   # Imported late, because it imports Pallas.
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-  with _precision(rows):
+  with _modes(rows):
     return [
       tgmm(
         _padded(rows, _HEIGHT).T,
@@ -107,7 +107,7 @@ def _product(
 
   columns = matrices.shape[1 if transposed else 2]
   tile = _tile(rows.shape[1], columns, rows.dtype)
-  with _precision(rows):
+  with _modes(rows):
     out: Array = gmm(
       _padded(rows, tile[0]),
       matrices.astype(rows.dtype),
@@ -140,17 +140,19 @@ def _padded(rows: Array, height: int) -> Array:
   return jnp.pad(rows, ((0, -rows.shape[0] % height), (0, 0)))
 
 
-def _precision(rows: Array) -> contextlib.AbstractContextManager[None]:
-  """Ignores the default precision for bfloat16, for which Pallas refuses it.
+@contextlib.contextmanager
+def _modes(rows: Array) -> Iterator[None]:
+  """Sets JAX's modes in which megablox works.
 
-  A product of bfloat16 is exact in any case.
+  Pallas refuses a default precision for bfloat16, whose products are exact in
+  any case. The kernels rely on the promotion of dtypes.
   """
+  precision: contextlib.AbstractContextManager[None]
+  precision = jax.default_matmul_precision("default")
   if rows.dtype == jnp.float32:
-    return contextlib.nullcontext()
-  context: contextlib.AbstractContextManager[None] = (
-    jax.default_matmul_precision("default")
-  )
-  return context
+    precision = contextlib.nullcontext()
+  with jax.numpy_dtype_promotion("standard"), precision:
+    yield
 
 
 def row_map(
