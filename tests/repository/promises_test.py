@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each promise of a page has a test that holds it.
+
+The table has the headings of three pages. A heading without tests explains what
+another one promises.
+"""
+
+import pathlib
+import re
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+# For each page: its headings, and the tests, as "folder/file: test, test".
+PROMISES = {
+  "semantics": {
+    "The routing": "ops/prepare: counts_of_every_routing",
+    "Drops": "ops/overflow: policies, drops_without_weights",
+    "Dispatch and combine as matrices": "ops/reference: ops, prepare",
+    "Derivatives": "ops/derivatives: derivative, hessian",
+    "The numeric contract": "ops/combine: special_values;"
+    " ops/reference: a_sum_is_not_rounded_between_its_terms",
+    "fp8 rows": "ops/scales: dtypes_and_layers; ops/wire: dispatch",
+    "Quantizers": "ops/quantizers: every_number_of_16_bits",
+    "Sizes and defaults": "group/layers:"
+    " the_default_capacity_is_the_worst_case",
+    "Two views": "ops/views: views_agree",
+    "Under JAX's transformations": "ops/transformations:"
+    " scan_over_layers_with_stacked_handles, each_example_has_its_gradients",
+    "A worked example": "ops/overflow: the_worked_example",
+  },
+  "errors": {
+    "Errors by cause": "ops/errors: an_id_out_of_range,"
+    " a_handle_that_was_not_prepared; group/mismatch: other_layers;"
+    " group/death: two_jobs_do_not_mix; refusals: refuses",
+    "My job hangs": "watch/watch: a_process_that_is_elsewhere_is_named,"
+    " a_stopped_process_is_named",
+    "Read a missing rank": "group/failure: a_rank_that_never_arrives_at_an_op",
+    "Checked mode": "ops/checked: a_combine_that_is_not_finite",
+    "Collectives of XLA": "group/failure: a_rank_that_waits_in_a_psum",
+    "Other backends": "moe/flagged: a_handle_carries_each_fault,"
+    " metrics_carry_each_fault;"
+    " backends/xla_backend: a_forged_handle_gives_nan",
+    "When a process of `xla` is missing": "group/left:"
+    " a_missing_process_is_named",
+    "Promises": "group/failure: survivors_of_deaths_get_an_error;"
+    " group/lifetime: groups; group/soak: soak; group/fork: the_parent_goes_on",
+  },
+  "sharp_bits": {
+    "Everyone": "",
+    "Launches in flight": "group/threads: many_threads",
+    "Finalize after the results": "ops/errors:"
+    " leaving_a_groups_context_waits_for_programs_in_flight;"
+    " group/lifetime: finalize_with_launches_in_flight",
+    "Every rank runs every exchange": "group/mismatch: one_call_fewer",
+    "Rows past the last segment": "ops/dispatch:"
+    " segments_do_not_depend_on_the_tail",
+    "Same code, same order": "group/mismatch: another_number_of_compilations",
+    "Rare": "",
+    "One order of launches": "group/threads: a_run_goes_on_after_another",
+    "All mesh axes manual": "ops/arrays: a_mesh_that_is_not_the_groups",
+    "The mesh of the group, device by device": "group/mesh:"
+    " other_orders_of_the_devices_are_refused",
+    "Axes that shard a model": "group/bootstrap:"
+    " a_model_axis_that_shards_tokens_by_default",
+    "Copies and pickles": "group/bootstrap: copies,"
+    " groups_layers_and_handles_refuse_pickle",
+    "Weights twice": "ops/combine: every_routing",
+    "Coming from TransformerEngine": "group/bootstrap:"
+    " an_alignment_of_zero_is_one",
+    "Rematerialisation": "ops/transformations: checkpointed_layers;"
+    " moe/programs: experts_are_chosen_once",
+    "Export": "ops/transformations: exported, export_needs_disabled_checks",
+    "Batches that do not divide over the ranks": "moe/experts:"
+    " any_batch_is_padded_when_asked",
+    "One dtype": "moe/layer: bfloat16, refused",
+    "`vmap`": "moe/layer: vmap_of_any_number_of_examples",
+    "The same bits everywhere": "moe/bits:"
+    " training_has_the_same_bits_on_meshes_and_in_views",
+    "JAX's strict modes": "ops/modes: programs; moe/layer: strict_modes",
+    "`psum_scatter` between processes on the CPU": "moe/fsdp:"
+    " no_gradient_is_scattered, gradients_are_right_under_load",
+    "Interactive use": "ops/eager: a_second_call_compiles_nothing",
+    "A loop around layers, with collectives beside it, on CPUs": "ops/hlo:"
+    " a_loop_orders_only_collectives_that_need_its_results",
+    "Hidden collectives": "ops/hlo: forward_and_backward,"
+    " other_collectives_are_named",
+  },
+}
+
+
+@pytest.mark.parametrize("page", PROMISES)
+def test_each_heading_is_in_the_table(page):
+  text = (_ROOT / "docs" / f"{page}.md").read_text()
+  assert re.findall(r"^##+ (.*)$", text, re.M) == [*PROMISES[page]]
+
+
+@pytest.mark.parametrize("page", PROMISES)
+def test_each_test_in_the_table_exists(page):
+  for heading, tests in PROMISES[page].items():
+    for of_file in filter(None, tests.split("; ")):
+      file, names = of_file.split(": ")
+      text = (_ROOT / "tests" / f"{file}_test.py").read_text()
+      for name in names.split(", "):
+        assert f"\ndef test_{name}(" in text, (heading, file, name)
