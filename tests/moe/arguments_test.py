@@ -17,7 +17,7 @@ from conftest import assert_shards_equal, make_mesh, TIMEOUT_S
 import ep
 from groups import BACKEND, E, failing, group, H, K, of_one_process, T
 from layer_steps import (
-  assert_same_bits,
+  assert_close,
   draw_params,
   in_slots,
   put,
@@ -201,7 +201,8 @@ def test_a_tensor_parallel_layer_makes_its_group_and_parameters():
     for name, spec in layer.specs().items():
       assert params[name].sharding == NamedSharding(mesh, spec)
     first = jit_quickly(functools.partial(ep.moe.init, config=config))
-    assert_same_bits(whole(params), whole(first(jax.random.key(0))))
+    expected = whole(first(jax.random.key(0)))
+    assert_close(whole(params), expected, 1e-6, 1e-6)
     load = np.arange(E, dtype=np.float32)
     state = jax.jit(ep.moe.State.after)(state, load)
     bias = np.float32(1e-3) * np.sign(load.mean() - load)
