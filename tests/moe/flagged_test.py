@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """With `errors="flag"`, programs return faults, and `ep.check` raises them.
 
-The sentences are those of `errors="raise"`, in both layouts of processes.
+The sentences equal the errors of `errors="raise"`, in both process layouts.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 """The table of the layer: each option works in each way to use the layer.
 
 A row of `ROWS` is a layer with some options. Each test is a column: a way to
-use the layer. All results are those of a dense layer in float64. A new option
+use the layer. All results equal a dense layer in float64. A new option
 joins a row, or is a new row. `REFUSED` has the pairs that a layer refuses.
 """
 
@@ -247,7 +247,7 @@ def test_masked_tokens_may_be_nan(row):
 @one_program
 @columns()
 def test_vmap_of_any_number_of_examples(row):
-  """y and gradients are those of a batch, and metrics are of all examples."""
+  """y and gradients equal a batch's; metrics are of all examples."""
   data = data_of(row)
   want = expected(row, data, balance="batch")
   check_all(row, step(row, "vmap")(data), want)
@@ -265,7 +265,7 @@ def test_scan_with_remat(row):
 @one_program
 @columns()
 def test_explicit_axes(row):
-  """y has the sharding of the tokens, and gradients those of the arguments."""
+  """y is sharded like the tokens, and gradients like the arguments."""
   (ys, grad_x, grads), *_ = scan(row)
 
   def check_axes(array, *axes):

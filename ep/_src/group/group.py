@@ -89,7 +89,7 @@ class EpGroup(NotCopied):
     overflow later. Then outputs are NaN, and one of the next `ep_prepare`
     fails. Collective, because it may close the group. With "xla" and
     `errors="flag"`, it raises the fault of the last op or layer that ran
-    outside of a program; `ep.check` raises those of programs. No effect
+    outside of a program; `ep.check` raises faults of programs. No effect
     otherwise, because ops raise all failures.
 
     Raises:

@@ -32,7 +32,7 @@ _logger = logging.getLogger("ep")
 
 _SHORT = (jnp.bfloat16, jnp.float16)
 _HOPPER = "9.0"
-# What a GPU of each compute capability runs by default.
+# GPUs of each compute capability run this by default.
 _ON_BLACKWELL = (
   "blackwell_ragged_dot_mgpu of JAX; the loop over tiles for float32 rows, and"
   " gradients of matrices"
