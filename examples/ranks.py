@@ -111,7 +111,7 @@ def _join(threads: int) -> None:
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   with open(os.devnull, "wb") as nowhere:
     os.dup2(nowhere.fileno(), 1)
-  launch.initialize()
+  launch.initialize(exit_at_once=True)
 
 
 def here(path: str | os.PathLike) -> pathlib.Path:

@@ -678,6 +678,7 @@ TABLE = {
       (dict(oversubscribe="no"), F, "oversubscribe = 'no'"),
     ],
   ),
+  "launch.initialize": lambda: ({}, [(dict(exit_at_once=1), F, "once = 1")]),
   "presets.scaled": lambda: (
     dict(cfg=ep.presets.MIXTRAL_8X7B, divisor=2),
     [
@@ -698,7 +699,6 @@ ANY = {
   "moe.Segments": "made by moe_layer",
   "moe.State": "holds any array; MoE and State.after check it",
   "EpError": "a tuple",
-  "launch.initialize": "no argument",
   "launch.inside_launcher": "no argument",
   "lax.install": "no argument",
   "axis_name": "lax.psum refuses it",

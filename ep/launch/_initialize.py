@@ -22,7 +22,7 @@ def inside_launcher() -> bool:
   return "JAX_COORDINATOR_ADDRESS" in os.environ
 
 
-def initialize() -> None:
+def initialize(*, exit_at_once: bool | None = None) -> None:
   """Joins this process to the other ranks that its launcher started.
 
   The launcher is `launch`, another program that sets the variables of the
@@ -32,17 +32,23 @@ def initialize() -> None:
   launcher, or for a single rank, this function does nothing. Call it before
   anything else touches JAX devices. Later calls do nothing.
 
-  Afterwards an uncaught exception terminates this rank immediately, as under
-  `python -m mpi4py`. Python's orderly exit could wait for programs on the
-  devices, and, if the coordination service runs in rank 0, for all other ranks;
-  these may be waiting for this rank. If the exception is an error of XLA's CPU
-  collectives, which names no rank, the rank prints which ranks are missing. The
-  code of `sys.exit` becomes the rank's exit code even if the rank cannot close
-  its groups.
+  When a rank exits, it tells the other ranks. If its uncaught exception is an
+  error of XLA's CPU collectives, which names no rank, it prints which ranks are
+  missing.
+
+  Args:
+    exit_at_once: whether an uncaught exception terminates this rank
+      immediately, as under `python -m mpi4py`. Python's orderly exit could wait
+      for programs on the devices, and for JAX's barrier of all ranks; these may
+      be waiting for this rank. True replaces `sys.excepthook` and `sys.exit`:
+      the code of `sys.exit` becomes the rank's exit code even if the rank
+      cannot close its groups; otherwise this code is 1. None is True under
+      `launch`, whose ranks belong to it, and False elsewhere.
 
   Raises:
     RuntimeError: the process is one of several, but JAX does not find the
       others.
+    TypeError: `exit_at_once` is neither a bool nor None.
     ValueError: JAX_COORDINATOR_ADDRESS is not host:port.
   """
   import jax  # this import takes a second; launching processes skip it
@@ -50,6 +56,9 @@ def initialize() -> None:
   from ep._src.base import compat
   from ep._src.group import ending, liveness
 
+  if exit_at_once is None:
+    exit_at_once = processes.VARIABLE in os.environ
+  arguments.flags("ep.launch.initialize", exit_at_once=exit_at_once)
   if jax.distributed.is_initialized():
     return
   gpus.check_plugin()
@@ -72,7 +81,7 @@ def initialize() -> None:
   )
   compat.bind_cpu_collectives()
   liveness.announce()  # peers then also notice a death before ep_bootstrap
-  ending.take_over()
+  ending.announce(exit_at_once=exit_at_once)
 
 
 def _undetected() -> tuple[int, str | None]:

@@ -5,13 +5,10 @@ The processes ask each other for the progress of their simulated GPUs.
 """
 
 import json
-import threading
 import time
 
 import jax
-from jax._src import compiler
 from jax.experimental import multihost_utils
-import jax.numpy as jnp
 import pytest
 
 from ep._src.backends.nccl import peers
@@ -84,7 +81,7 @@ def test_ranks_that_wait_name_the_same_ranks():
   heard = {rank: [] for rank in (me, me + 2)}
 
   def look_of(rank):
-    def look(others, _):
+    def look(others):
       heard[rank].append(others)
       still_s = time.monotonic() - begin
       if still_s > TIMEOUT_S:
@@ -116,93 +113,13 @@ def test_ranks_that_wait_name_the_same_ranks():
   assert heard[me + 2][-1] == ""
 
 
-def test_a_waiting_rank_learns_that_a_process_of_another_domain_compiles(
-  monkeypatch,
-):
-  """Process 1 compiles for a part of the time in which process 0 waits."""
-  me = jax.process_index()
-  if jax.process_count() != 2:
-    pytest.skip("this needs the key-value store of two processes")
-  begin = time.monotonic()
-  heard = []
-
-  def elapsed():
-    return time.monotonic() - begin
-
-  def look(others, compiles):
-    heard.append((compiles, others))
-    return (waits(0, "a") if me == 0 else place(0, IDLE))._replace(
-      still_s=elapsed()
-    )
-
-  monkeypatch.setattr(
-    peers.compat, "is_compiling", lambda: me == 1 and elapsed() < TIMEOUT_S
-  )
-  lookout = peers.Lookout("compiles", me, 0, [me], TIMEOUT_S, look)
-  time.sleep(1.5 * TIMEOUT_S)
-  multihost_utils.sync_global_devices("all have looked")
-  lookout.stop()
-  word = "Process 1 is compiling a program."
-  assert all(compiles == (word in others) for compiles, others in heard)
-  compiled = [compiles for compiles, _ in heard]
-  assert any(compiled) == (me == 0)
-  assert not compiled[-1]
-
-
-def test_a_process_knows_that_it_traces_or_compiles(monkeypatch):
-  arrived, go = threading.Event(), threading.Event()
-
-  def pause():
-    arrived.set()
-    assert go.wait(timeout=30)
-
-  def traced(x):
-    pause()
-    return x + 1
-
-  def run(program):
-    assert not compat.is_compiling()
-    thread = threading.Thread(target=program, args=[1.0])
-    thread.start()
-    assert arrived.wait(timeout=30)
-    assert compat.is_compiling()
-    go.set()
-    thread.join()
-    assert not compat.is_compiling()
-    arrived.clear()
-    go.clear()
-
-  run(jax.jit(traced))
-
-  build = compiler.backend_compile_and_load
-
-  def slow(*args, **kwargs):
-    pause()
-    return build(*args, **kwargs)
-
-  monkeypatch.setattr(compiler, "backend_compile_and_load", slow)
-  run(jax.jit(lambda x: x + 2))
-
-
-def test_a_program_that_calls_python_does_not_compile():
-  saw = []
-
-  def look(x):
-    saw.append(compat.is_compiling())
-    return x
-
-  x = jnp.float32(1)
-  jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(look, x, x))(x))
-  assert saw == [False]
-
-
 def test_look_gets_the_error_of_the_store(monkeypatch):
   def fails():
     raise jax.errors.JaxRuntimeError("no store")
 
   heard = []
 
-  def look(others, _):
+  def look(others):
     heard.append(others)
     if others:
       raise ffi.NativeError("the group was closed")

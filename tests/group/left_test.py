@@ -49,7 +49,7 @@ def leave(how):
 
 
 def main(what, how):
-  launch.initialize()
+  launch.initialize(exit_at_once=True)
   ranks = jax.device_count()
   mesh = jax.make_mesh((ranks,), ("ep",))
   group = ep.ep_bootstrap(mesh, num_experts=ranks, backend="xla")

@@ -24,9 +24,12 @@ def environment_without_a_launcher(monkeypatch):
 
 
 _PROGRAM = """
+import sys
 import ep.launch
+hooks = sys.excepthook, sys.exit
 ep.launch.initialize()
-import sys, jax
+assert hooks == (sys.excepthook, sys.exit)
+import jax
 from jax.experimental import multihost_utils
 rank, ranks = jax.process_index(), jax.process_count()
 everyone = multihost_utils.process_allgather(rank).tolist()

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 import contextlib
+import ipaddress
 import os
 import pathlib
 import shlex
 import socket
-import sys
-import traceback
 from typing import Any
 
 import jax
@@ -64,26 +63,6 @@ def is_on_one_device() -> bool:
 def in_a_program() -> bool:
   """Returns whether the caller is being traced into a jitted program."""
   return _core.unsafe_am_i_under_a_jit()
-
-
-# The functions with which JAX traces, lowers and compiles, by module.
-_COMPILING = {
-  ("jax._src.pjit", "_trace_for_jit"),
-  ("jax._src.interpreters.mlir", "lower_jaxpr_to_module"),
-  ("jax._src.compiler", "compile_or_get_cached"),
-}
-
-
-def is_compiling() -> bool:
-  """Returns whether a thread of this process traces or compiles a program.
-
-  XLA times kernels (autotuning) while it compiles.
-  """
-  return any(
-    (frame.f_globals.get("__name__"), frame.f_code.co_name) in _COMPILING
-    for top in sys._current_frames().values()
-    for frame, _ in traceback.walk_stack(top)
-  )
 
 
 def compiler_options() -> dict[str, str]:
@@ -446,14 +425,17 @@ def own_address() -> str | None:
 
 
 def bind_cpu_collectives() -> None:
-  """Binds XLA's CPU collectives to the interface that reaches the coordinator.
+  """Binds XLA's CPU collectives to an address that other hosts reach.
 
-  By default Gloo binds to the address of the host's name. Often that is
-  127.0.0.1, which no other host reaches. Without an address, JAX has no CPUs.
+  By default Gloo binds to the address of the host's name. If this is 127.0.0.1,
+  as on many hosts, no other host reaches it. If the name has no address, JAX
+  has no CPUs. In both cases, Gloo gets the address of the interface that
+  reaches the coordinator. JAX has no public option for this.
   """
   if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
     return
-  if (own := own_address()) is None:
+  own = own_address()
+  if own is None or _gloo_has_an_address(own):
     return
   client = distributed_client()
 
@@ -464,6 +446,16 @@ def bind_cpu_collectives() -> None:
   _xla_bridge.register_backend_factory(
     "cpu", make_client, priority=0, fail_quietly=False
   )
+
+
+def _gloo_has_an_address(own: str) -> bool:
+  """Returns whether the address of the host's name is like `own`, or better."""
+  try:
+    of_name = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+  except OSError:
+    return False
+  is_loopback = ipaddress.ip_address(of_name).is_loopback
+  return not is_loopback or ipaddress.ip_address(own).is_loopback
 
 
 def cluster_process_count() -> int | None:

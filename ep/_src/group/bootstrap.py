@@ -189,9 +189,9 @@ def ep_bootstrap(
       group by then, or has run another op of the group on each of its devices.
       Without this limit, a device that waits for a failed rank in a collective
       of XLA may wait indefinitely, and its process raises no error. A process
-      of "nccl" terminates if an op has made no progress on its GPU, and no
-      process of the group has traced or compiled a program, for
-      `timeout_s + exit_after_s`. No effect with "xla".
+      of "nccl" terminates if an op has made no progress on its GPU for
+      `timeout_s + exit_after_s`, so this time must exceed the longest
+      compilation or checkpoint of a peer. No effect with "xla".
     name: the name of the group, unique among the live groups of the process and
       equal on all processes; it is part of the compiled program. Default: a
       serial number.

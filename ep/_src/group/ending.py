@@ -62,38 +62,40 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
     time.sleep(_POLL_S)
 
 
-def take_over() -> None:
-  """Installs hooks that run when this process, one of several ranks, exits.
+def announce(*, exit_at_once: bool) -> None:
+  """Makes this process, one of several ranks, tell how it ends.
 
-  An uncaught exception terminates the process immediately. The process tells
-  its launcher before other ranks can notice, so that the launcher knows which
-  rank ended first. It tells the other ranks that it leaves, and prints which
-  ranks have caused the exception by their absence. `exit_code` returns the last
-  code passed to `sys.exit`.
+  When the process exits, it tells its launcher and the other ranks. After an
+  uncaught exception, it prints which ranks caused the exception by their
+  absence.
+
+  Args:
+    exit_at_once: whether an uncaught exception terminates the process without
+      Python's orderly exit, and `exit_code` returns the last code passed to
+      `sys.exit`.
   """
   rank, report, leave = os.getpid(), sys.excepthook, sys.exit
 
-  def tell_ranks(how: str) -> None:
+  def tell(error: BaseException | None) -> None:
+    how = "exited" if error is None else f"failed ({first_line(error)})"
     # Without the coordination service, the process cannot tell anyone.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-      liveness.announce(left=how)
+      liveness.announce(left=f"has {how}")
+    if error is not None and (sentence := liveness.blame(str(error))):
+      print(sentence, file=sys.stderr)
 
-  def tell_all() -> None:
+  def tell_at_exit() -> None:
     if os.getpid() == rank:  # not a forked child
       processes.tell("ending")
-      tell_ranks("has exited")
-
-  def last_words(error: BaseException) -> None:
-    tell_ranks(f"has failed ({first_line(error)})")
-    if sentence := liveness.blame(str(error)):
-      print(sentence, file=sys.stderr)
+      tell(getattr(sys, "last_value", None))  # of an uncaught exception
 
   def report_and_exit(kind: Any, error: Any, trace: Any) -> None:
     if os.getpid() == rank:
+      # The launcher learns which rank ends first before other ranks notice.
       processes.tell("ending")
     report(kind, error, trace)
     if os.getpid() == rank:
-      within_limit(_LAST_WORDS_S, last_words, error)
+      within_limit(_LAST_WORDS_S, tell, error)
     exit_now(1)
 
   def keep_and_exit(status: Any = None, /) -> NoReturn:
@@ -101,12 +103,13 @@ def take_over() -> None:
       keep_and_exit.status = status  # type: ignore[attr-defined]
     leave(status)
 
-  atexit.register(tell_all)
-  sys.excepthook, sys.exit = report_and_exit, keep_and_exit
+  atexit.register(tell_at_exit)
+  if exit_at_once:
+    sys.excepthook, sys.exit = report_and_exit, keep_and_exit
 
 
 def exit_code() -> int:
-  """Returns the last code passed to `sys.exit` if it means failure, else 1."""
+  """Returns the code that `announce` has kept if it means failure, else 1."""
   status = getattr(sys.exit, "status", None)
   return status if isinstance(status, int) and status else 1
 

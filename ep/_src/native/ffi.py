@@ -307,22 +307,20 @@ def open_nccl_group(name: str) -> None:
 
 
 def nccl_place(
-  name: str, i: int, others: str, compiles: bool
-) -> tuple[int, bool, int, float, str, bool]:
+  name: str, i: int, others: str
+) -> tuple[int, bool, int, float, str]:
   """Returns the `peers.Place` fields of this process's i-th rank.
 
-  Gives the rank's watchdog `others`, a sentence about the other ranks, and
-  whether a rank `compiles`.
+  Gives the rank's watchdog `others`, a sentence about the other ranks.
   """
-  numbers = (ctypes.c_double * 5)()
+  numbers = (ctypes.c_double * 4)()
   text = ctypes.create_string_buffer(_ERROR_BYTES)
-  args = name.encode(), ctypes.c_int64(i), others.encode(), compiles
+  args = name.encode(), ctypes.c_int64(i), others.encode()
   size = ctypes.c_int64(_ERROR_BYTES)
   _call("nccl", "ep_nccl_group_place", *args, numbers, text, size)
-  num_ended, has_begun, num_left, still_s, is_enqueuing = numbers
+  num_ended, has_begun, num_left, still_s = numbers
   words = text.value.decode(errors="replace")
-  where = int(num_ended), bool(has_begun), int(num_left), still_s
-  return *where, words, bool(is_enqueuing)
+  return int(num_ended), bool(has_begun), int(num_left), still_s, words
 
 
 def mem_bytes(backend: str, name: str, *sizes: int) -> int:

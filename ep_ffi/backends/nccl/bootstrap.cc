@@ -103,26 +103,23 @@ EP_EXPORT int32_t ep_nccl_group_open(const char* name, char* error,
   });
 }
 
-// Passes `others`, a sentence about the other ranks, and whether a rank
-// `compiles`, to the watchdog of the i-th local rank. Writes the rank's
-// Watchdog::Place to `numbers` and `text`.
+// Passes `others`, a sentence about the other ranks, to the watchdog of the
+// i-th local rank. Writes the rank's Watchdog::Place to `numbers` and `text`.
 EP_EXPORT int32_t ep_nccl_group_place(const char* name, int64_t i,
-                                      const char* others, int32_t compiles,
-                                      double* numbers, char* text,
-                                      int64_t text_bytes, char* error,
-                                      int64_t error_bytes) {
+                                      const char* others, double* numbers,
+                                      char* text, int64_t text_bytes,
+                                      char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     std::shared_ptr<ep::nccl::NcclRanks> ranks;
     EP_RETURN_IF_ERROR(ep::nccl::Find(name, &ranks));
     ep::nccl::NcclGroup* const group = ranks->At(i);
     if (!group) return ep::Status(ep::Code::kInternal, "no such rank");
-    group->watchdog().Hear(others, compiles);
+    group->watchdog().Hear(others);
     const auto place = group->watchdog().FindPlace();
     numbers[0] = place.num_ended;
     numbers[1] = place.has_begun;
     numbers[2] = place.num_left;
     numbers[3] = place.still_s;
-    numbers[4] = place.is_enqueuing;
     std::strncpy(text, place.text.c_str(), text_bytes - 1);
     text[text_bytes - 1] = 0;
     return ep::Status();

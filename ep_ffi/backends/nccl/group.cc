@@ -157,7 +157,6 @@ void NcclGroup::Submit(const Call& call,
     if (status.ok()) {
       Device::Scope scope(*device_);
       status = enqueue();
-      watchdog_->StopEnqueuing();
     }
   }
   if (!status.ok()) {

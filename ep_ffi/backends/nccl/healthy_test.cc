@@ -2,20 +2,18 @@
 
 // Tests that a healthy job goes on: the host rarely waits for the device, and
 // gives up only if an op waits for other ranks, not while the device runs other
-// work or a rank compiles.
+// work.
 
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <cstddef>
-#include <cstdlib>
 #include <functional>
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/reports.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
-#include "ep_ffi/backends/nccl/watchdog.h"
 
 namespace ep::nccl {
 namespace {
@@ -92,37 +90,6 @@ TEST_F(HealthyTest, CheckWaitsForALongQueue) {
     }
   }
   ExpectGroupsOk(domain);
-}
-
-TEST(CompilesDeathTest, AProcessDoesNotTerminateWhileARankCompiles) {
-  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
-  const auto wait = [](int num_compiles) {
-    Watchdog watchdog(OpenDevice(0), "rank 1", /*timeout_s=*/0.2,
-                      /*exit_after_s=*/0.2);
-    Routing routing = {};
-    watchdog.Number(&routing);
-    routing.progress->begun = routing.number;
-    watchdog.Add("ep_dispatch");
-    for (int i = 0; i < 10; ++i) {
-      watchdog.Hear("Process 3 compiles.", /*compiles=*/i < num_compiles);
-      Sleep(0.1);
-    }
-    std::_Exit(0);
-  };
-  EXPECT_EXIT(wait(10), ::testing::ExitedWithCode(0), "Process 3 compiles");
-  EXPECT_EXIT(wait(4), ::testing::ExitedWithCode(kExitCode), "exit_after_s");
-}
-
-// NCCL EP compiles kernels while their first op is enqueued.
-TEST(EnqueuingTest, ARankThatEnqueuesAnOpSaysSo) {
-  Watchdog watchdog(OpenDevice(0), "rank 1", /*timeout_s=*/10,
-                    /*exit_after_s=*/10);
-  Routing routing = {};
-  EXPECT_FALSE(watchdog.FindPlace().is_enqueuing);
-  watchdog.Number(&routing);
-  EXPECT_TRUE(watchdog.FindPlace().is_enqueuing);
-  watchdog.StopEnqueuing();
-  EXPECT_FALSE(watchdog.FindPlace().is_enqueuing);
 }
 
 }  // namespace

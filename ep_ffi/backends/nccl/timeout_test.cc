@@ -163,7 +163,7 @@ TEST(WatchdogAloneTest, TheMessageHasTheSentenceAboutOtherRanks) {
   watchdog.Number(&routing);
   routing.progress->begun = routing.number;
   ::testing::internal::CaptureStderr();
-  watchdog.Hear("Missing: rank 3.", /*compiles=*/false);
+  watchdog.Hear("Missing: rank 3.");
   watchdog.Add("ep_dispatch");
   Sleep(1);
   EXPECT_EQ(1u, LinesWith("for other ranks. Missing: rank 3.",
@@ -291,7 +291,7 @@ TEST(GiveUpTest, TheErrorHasTheSentenceAboutOtherRanks) {
   const auto groups = ConnectAll(/*timeout_s=*/0.5);
   const auto stream = fake::NewStream(/*device=*/0);
   fake::Enqueue(stream.get(), [] { Sleep(1); });
-  groups[0]->watchdog().Hear("Missing: rank 3.", /*compiles=*/false);
+  groups[0]->watchdog().Hear("Missing: rank 3.");
   for (int i = 0; i < 2; ++i) {
     ExpectWords({"timeout_s = 0.5", ". Missing: rank 3."}, groups[0]->Check());
   }

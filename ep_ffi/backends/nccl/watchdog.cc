@@ -41,7 +41,6 @@ void Watchdog::Number(Routing* routing) {
   MutexLock lock(mutex_);
   routing->progress = device_->progress();
   routing->number = num_added_ + 1;
-  is_enqueuing_ = true;
 }
 
 void Watchdog::Add(std::string op) {
@@ -52,11 +51,6 @@ void Watchdog::Add(std::string op) {
   ++num_added_;
   Update();  // the op may have ended already
   if (was_idle && !ops_.empty()) changed_.NotifyAll();
-}
-
-void Watchdog::StopEnqueuing() {
-  MutexLock lock(mutex_);
-  is_enqueuing_ = false;
 }
 
 void Watchdog::Update() {
@@ -90,8 +84,7 @@ void Watchdog::Watch() {
       Print(Describe());
       is_told_ = true;
     }
-    if (Now() - std::max(moved_at_, compiled_at_) >
-        timeout_s_ + exit_after_s_) {
+    if (still_s > timeout_s_ + exit_after_s_) {
       Print(StrCat(rank_, " ends its process: exit_after_s = ", exit_after_s_,
                    " s later it still waits. ", Describe()));
       std::_Exit(kExitCode);
@@ -111,12 +104,8 @@ bool Watchdog::IsStuck(std::string* op) {
 Watchdog::Place Watchdog::FindPlace() {
   MutexLock lock(mutex_);
   Update();
-  Place place = {static_cast<int64_t>(num_added_ - ops_.size()),
-                 HasBegun(),
-                 static_cast<int64_t>(ops_.size()),
-                 Now() - moved_at_,
-                 is_enqueuing_,
-                 ""};
+  Place place = {static_cast<int64_t>(num_added_ - ops_.size()), HasBegun(),
+                 static_cast<int64_t>(ops_.size()), Now() - moved_at_, ""};
   if (!ops_.empty()) {
     place.text =
         StrCat(place.has_begun ? "is in " : "has not begun ", ops_.front());
@@ -128,10 +117,9 @@ Watchdog::Place Watchdog::FindPlace() {
   return place;
 }
 
-void Watchdog::Hear(std::string others, bool compiles) {
+void Watchdog::Hear(std::string others) {
   MutexLock lock(mutex_);
   heard_ = std::move(others);
-  if (compiles) compiled_at_ = Now();
 }
 
 std::string Watchdog::heard() const {

@@ -38,8 +38,6 @@ class Watchdog {
   void Number(Routing* routing);
   // Adds the op named `op`, which was enqueued with the number from Number.
   void Add(std::string op);
-  // Ends the enqueuing that Number began. NCCL EP may compile kernels in it.
-  void StopEnqueuing();
 
   // Returns whether an op has waited for other ranks for `timeout_s`, and
   // describes this op in `op`.
@@ -51,13 +49,11 @@ class Watchdog {
     bool has_begun;    // whether the op after the ended ops has begun
     int64_t num_left;  // enqueued ops that have not ended
     double still_s;    // seconds since the last progress
-    bool is_enqueuing;
     std::string text;  // predicate of a sentence about the rank
   };
   Place FindPlace();
-  // Sets the sentence about the other ranks, or "", for later messages. If a
-  // rank `compiles`, the time until the process terminates begins anew.
-  void Hear(std::string others, bool compiles);
+  // Sets the sentence about the other ranks, or "", for later messages.
+  void Hear(std::string others);
   std::string heard() const;
 
  private:
@@ -85,8 +81,6 @@ class Watchdog {
   double moved_at_ EP_GUARDED_BY(mutex_);
   std::string heard_ EP_GUARDED_BY(mutex_);
   bool is_told_ EP_GUARDED_BY(mutex_) = false;  // printed since last progress
-  bool is_enqueuing_ EP_GUARDED_BY(mutex_) = false;
-  double compiled_at_ EP_GUARDED_BY(mutex_) = 0;  // when a rank last compiled
   bool is_stopped_ EP_GUARDED_BY(mutex_) = false;
 
   std::thread thread_;  // last, because it uses the other members

@@ -6,10 +6,6 @@ each rank polls the progress of the rank. After a while without progress, each
 thread publishes the place of its rank periodically in JAX's key-value store,
 because a rank may not know that peers wait. The thread of a waiting rank also
 reads the published places, and gives the watchdog a sentence about them.
-
-A process that traces or compiles a program also publishes this, for all domains
-of the group: a rank may wait for a rank that waits, in a collective of XLA, for
-a rank of another domain. Meanwhile `exit_after_s` terminates no process.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 import json
 import math
 import threading
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +32,6 @@ class Place(NamedTuple):
   num_left: int
   still_s: float
   text: str
-  is_enqueuing: bool = False
 
 
 class Lookout:
@@ -50,7 +44,7 @@ class Lookout:
     rank: int,
     processes: list[int],
     timeout_s: float,
-    look: Callable[[str, bool], Iterable[Any]],
+    look: Callable[[str], Iterable[Any]],
   ):
     """Starts the thread.
 
@@ -60,12 +54,10 @@ class Lookout:
       rank: this rank of the domain.
       processes: the process of each rank.
       timeout_s: seconds without progress until the watchdog prints.
-      look: takes the sentence about other ranks, and whether one compiles.
-        Returns the fields of the `Place` of this rank. Raises `NativeError`
-        when the group is closed.
+      look: takes the sentence about other ranks. Returns the fields of the
+        `Place` of this rank. Raises `NativeError` when the group is closed.
     """
     self._places = f"ep/place/{group}/{domain}"
-    self._compilers = f"ep/compiles/{group}"
     self._rank = rank
     self._processes = processes
     self._timeout_s = timeout_s
@@ -82,27 +74,21 @@ class Lookout:
       self._thread.join(timeout=1)
 
   def _run(self) -> None:
-    others, compiles = "", False
+    others = ""
     first: dict[int, Place] = {}  # first `Place` of each rank in this wait
-    signs: dict[int, float] = {}  # last sign of each process that has compiled
     while not self._is_stopped.wait(self._timeout_s / 16):
       try:
-        place = Place(*self._look(others, compiles))
+        place = Place(*self._look(others))
       except ffi.NativeError:
         return
-      others, compiles = "", False
+      others = ""
       if place.still_s < self._timeout_s / 4:
         first = {}
         continue
       try:
         _publish(self._places, self._rank, place)
-        if place.is_enqueuing or compat.is_compiling():
-          process = self._processes[self._rank]
-          _publish(self._compilers, process, time.monotonic())
         if place.num_left and place.still_s > self._timeout_s / 2:
-          places = _read(self._places)
-          now = {rank: Place(*fields) for rank, fields in places.items()}
-          now[self._rank] = place
+          now = _read(self._places) | {self._rank: place}
           first = now | first
           answers = {
             rank: place
@@ -110,25 +96,22 @@ class Lookout:
             if rank == self._rank or place != first[rank]
           }
           others = describe(answers, self._processes)
-          earlier, signs = signs, _read(self._compilers)
-          for process, sign in signs.items():
-            if earlier.get(process, sign) != sign:
-              compiles = True
-              others += f" Process {process} is compiling a program."
       except jax.errors.JaxRuntimeError as e:
         others = f"Of the other ranks nothing is known: {e}."
 
 
-def _publish(folder: str, key: int, value: object) -> None:
+def _publish(folder: str, rank: int, place: Place) -> None:
   compat.distributed_client().key_value_set(
-    f"{folder}/{key}", json.dumps(value), allow_overwrite=True
+    f"{folder}/{rank}", json.dumps(place), allow_overwrite=True
   )
 
 
-def _read(folder: str) -> dict[int, Any]:
-  """Returns the last value that each rank or process has published."""
+def _read(folder: str) -> dict[int, Place]:
+  """Returns the last place that each rank has published."""
   found = compat.distributed_client().key_value_dir_get(folder)
-  return {int(key.rpartition("/")[2]): json.loads(v) for key, v in found}
+  return {
+    int(key.rpartition("/")[2]): Place(*json.loads(text)) for key, text in found
+  }
 
 
 def describe(answers: Mapping[int, Place], processes: list[int]) -> str:
