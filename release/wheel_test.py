@@ -19,7 +19,8 @@ from environment import Environment
 
 # The XLA flag that makes compilation fast.
 _QUICK = "--xla_backend_optimization_level=0"
-# With JAX 0.12, importing Flax 0.12 raises an AttributeError.
+# Flax 0.12.8, the last one for Python 3.11, raises an AttributeError when it is
+# imported with JAX 0.12.
 _IMPORT_RECIPES = """
 import importlib.util, pathlib, runpy
 fault = ""

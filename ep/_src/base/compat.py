@@ -128,11 +128,11 @@ def all_gather(
 ) -> jax.Array:
   """Returns `lax.all_gather(tiled=True)`; its transpose adds the cotangents.
 
-  Before jaxlib 0.12, the transpose of `lax.all_gather`, a reduce-scatter, is
-  sometimes wrong on CPUs of a distributed job: Gloo corrupts the end of chunks
-  of some MiB (jax #40830). There, each rank sends a copy of `x` to each rank,
-  and the transpose adds the cotangents of the copies on the rank of `x`. When
-  ep requires jaxlib 0.12, `lax.all_gather` can replace this function.
+  Workaround (jax #40830, until jax 0.12): the transpose of `lax.all_gather`, a
+  reduce-scatter, is sometimes wrong on CPUs of a distributed job, because Gloo
+  corrupts the end of chunks of some MiB. There, each rank sends a copy of `x`
+  to each rank, and the transpose adds the cotangents of the copies on the rank
+  of `x`. Afterwards `lax.all_gather` can replace this function.
 
   Args:
     x: the array of a rank, which varies over `axis_name`.
@@ -340,9 +340,9 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
 
   XLA:GPU runs a call of an annotated function on the stream of its collectives,
   in one order with them. On another stream, two communicators that overlap
-  might wait for each other indefinitely. TransformerEngine and
-  `jax.experimental.compute_on("gpu_stream:collective")` do the same
-  (openxla/xla#39604).
+  might wait for each other indefinitely. Workaround (openxla/xla#39604):
+  `jax.experimental.compute_on("gpu_stream:collective")` does the same, but does
+  not work inside `shard_map`. TransformerEngine also annotates a function.
 
   XLA also runs an operation that reads one of several results of the call on
   that stream, as if it were an exchange, and then nothing overlaps the call. A
@@ -430,7 +430,8 @@ def bind_cpu_collectives() -> None:
   By default Gloo binds to the address of the host's name. If this is 127.0.0.1,
   as on many hosts, no other host reaches it. If the name has no address, JAX
   has no CPUs. In both cases, Gloo gets the address of the interface that
-  reaches the coordinator. JAX has no public option for this.
+  reaches the coordinator. Workaround (seen in jax 0.12.0): JAX has no public
+  option for this.
   """
   if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
     return
@@ -461,8 +462,9 @@ def _gloo_has_an_address(own: str) -> bool:
 def cluster_process_count() -> int | None:
   """Returns the number of processes of the cluster that JAX detects, or None.
 
-  `jax.distributed.initialize` asks the same cluster for missing arguments. A
-  Kubernetes pod outside an indexed job is ignored, because JAX fails in it.
+  `jax.distributed.initialize` asks the same cluster for missing arguments.
+  Workaround (seen in jax 0.12.0): a Kubernetes pod outside of an indexed job is
+  ignored, because JAX takes it for a part of one, and fails.
   """
   for cluster in _clusters.ClusterEnv._cluster_types:
     if cluster.opt_in_only_method:

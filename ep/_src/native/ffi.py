@@ -96,8 +96,9 @@ def _packages(backend: str) -> tuple[list[str], str]:
 def library(backend: str) -> ctypes.CDLL:
   """Loads a backend's library, and registers the handlers of its ops."""
   path = find_library(backend)
-  # Create JAX's clients before the registration. With a later client, JAX would
-  # register handlers before the type of the handlers' state; XLA refuses this.
+  # Create JAX's clients before the registration. Workaround (seen in jax
+  # 0.12.0): with a later client, JAX would register handlers before the type of
+  # the handlers' state, which XLA refuses.
   jax.local_devices()
   lib = ctypes.CDLL(str(path))
   _check_interface(lib, path)

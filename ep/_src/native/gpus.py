@@ -34,8 +34,8 @@ def wanted(environment: Mapping[str, str]) -> bool:
 def check_plugin() -> None:
   """Raises `RuntimeError` if JAX must run on GPUs but has no plugin.
 
-  JAX would raise an AssertionError without a message, or say that "cuda" is
-  unknown.
+  Workaround (seen in jax 0.12.0): JAX would raise an AssertionError without a
+  message, or say that "cuda" is unknown.
   """
   if not wanted(os.environ) or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
     return

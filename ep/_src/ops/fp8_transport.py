@@ -37,8 +37,8 @@ def pack(rows: jax.Array, scales: jax.Array) -> jax.Array:
   """
   num_bytes = rows.shape[1] + scales.shape[1] * scales.dtype.itemsize
   if not len(rows):
-    # Shardy of jaxlib 0.10.2 cannot partition a function whose operands are all
-    # empty. So the result is a constant.
+    # Workaround (seen in jax 0.12.0): Shardy cannot partition some functions
+    # whose operands are all empty. So the result is a constant.
     return jnp.zeros((0, num_bytes + num_bytes % 2), jnp.uint8)
   parts = [lax.bitcast_convert_type(x, jnp.uint8) for x in (rows, scales)]
   packed = jnp.concatenate([x.reshape(len(x), -1) for x in parts], axis=1)

@@ -116,8 +116,8 @@ def _exchange(
 
   The rows of `is_nan` that no rank sends are NaN, and other such rows are 0.
   """
-  # Words have 2 bytes or more, because XLA rejects its own merge of two casts:
-  # uint8 [n, 4] to float32 [n], and float32 [n] to uint16 [n, 2].
+  # Words have 2 bytes or more. Workaround (seen in jax 0.12.0): XLA rejects its
+  # own merge of casts of uint8 [n, 4] to float32 [n], and to uint16 [n, 2].
   unit = f"uint{8 * max(2, min(array.dtype.itemsize for array in arrays))}"
   bits = [_words(x, unit) for x in arrays]
   is_sent = codes < _no_code(dims)
@@ -130,8 +130,9 @@ def _exchange(
     sent = lax.all_to_all(lax.optimization_barrier(sent), dims.axis, 0, 0)
     out = take(sent.reshape(_no_code(dims), -1), codes)
 
-  # The filler is a variable, because XLA:CPU loses bits in a select between a
-  # bfloat16 and a constant: for a traced bool s and uint16 [7] x,
+  # The filler is a variable. Workaround (seen in jax 0.12.0): XLA:CPU loses
+  # bits in a select between a bfloat16 and a constant. For a traced bool s and
+  # uint16 [7] x,
   #
   #   bitcast_convert_type(jnp.where(s, x, jnp.uint16(65535)), jnp.bfloat16)
   #
