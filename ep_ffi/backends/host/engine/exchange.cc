@@ -69,27 +69,26 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
   const Key key = {domain, call.site->id, call.run_id};
   Part part;
   part.is_posted = true;
-  part.op = NameOp(call);
-  Note(domain, rank, part.op);
-  const Status announced = Announce(key, part.op, rank, contribution);
+  Status announced = Begin(call, MemberOf(domain, rank), &part.op);
+  if (announced.ok()) announced = Announce(domain, rank, part.op, contribution);
   if (!announced.ok()) return FailCall(call, announced);
 
   part.contribution = std::move(contribution);
   part.done = call.done;
   ExchangePtr complete;
-  const Status added = Add(key, rank, std::move(part), &complete);
+  Status added;
+  {
+    MutexLock lock(mutex_);
+    added = Add(key, rank, std::move(part), &complete);
+  }
   if (!added.ok()) return CompleteWithError(call, added);
   if (complete) Run(std::move(complete), call.executor, rank);
 }
 
-Status Exchanges::Announce(const Key& key, const PostedOp& op, int32_t rank,
+Status Exchanges::Announce(int32_t domain, int32_t rank, const PostedOp& op,
                            const Contribution& contribution) {
-  const std::vector<int32_t>& readers = readers_of_domain_[key.domain];
+  const std::vector<int32_t>& readers = readers_of_domain_[domain];
   if (readers.empty()) return Status();
-  {
-    MutexLock lock(mutex_);
-    EP_RETURN_IF_ERROR(outcomes_.OfGroup());  // kBye is the last message
-  }
   const Signature& signature = contribution.signature;
   Segment* segment;
   EP_RETURN_IF_ERROR(
@@ -97,7 +96,7 @@ Status Exchanges::Announce(const Key& key, const PostedOp& op, int32_t rank,
   Stage(contribution, segment->memory.data());
 
   Message message = {};
-  message.domain = key.domain;
+  message.domain = domain;
   message.launch = op.launch;
   message.position = op.position;
   message.rank = rank;
@@ -139,35 +138,45 @@ void Exchanges::OnPost(int32_t process, const Message& m,
   part.contribution.arrays = {
       memory->data(),
       signature[Signature::kSecondBytes] > 0 ? second : nullptr};
-  Note(m.domain, m.rank, part.op);
-  WithRunId(m.launch, [this, m, part](int64_t run_id) {
-    const Key key = {m.domain, m.launch.site_id, run_id};
-    ExchangePtr complete;
-    if (!Add(key, m.rank, part, &complete).ok()) {
-      return peers_->SendRelease(part.process, part.segment);
-    }
-    if (!complete) return;
-    // A worker runs the exchange and holds `self`, since the completed calls
-    // may drop all other references. The progress thread must not drop the last
-    // one: ~Exchanges joins the progress thread. If `self` is null, ~Exchanges
-    // waits for the progress thread, which then runs the exchange.
-    std::shared_ptr<Exchanges> self = weak_from_this().lock();
-    if (!self) return Run(std::move(complete), /*executor=*/nullptr, kNoRank);
-    workers_.Run([self = std::move(self), complete = std::move(complete)] {
-      self->Run(complete, /*executor=*/nullptr, complete->FirstLocalRank());
-    });
-  });
+  {
+    MutexLock lock(mutex_);
+    last_posts_[MemberOf(m.domain, m.rank)] = part.op;
+  }
+  AddPeers(m.domain, m.rank, std::move(part));
 }
 
-void Exchanges::Note(int32_t domain, int32_t rank, const PostedOp& op) {
-  MutexLock lock(mutex_);
-  if (topology().is_local(domain, rank)) launches_.Reach(op.launch);
-  last_posts_[domain * topology().ep_size + rank] = op;
+void Exchanges::AddPeers(int32_t domain, int32_t rank, Part part) {
+  const Launch launch = part.op.launch;
+  const int32_t process = part.process;
+  const uint64_t segment = part.segment;
+  ExchangePtr complete;
+  Status added;
+  {
+    MutexLock lock(mutex_);
+    const std::optional<int64_t> run_id = launches_.RunId(launch);
+    if (!run_id) {
+      deferred_[launch.site_id].push_back(
+          [this, domain, rank, part] { AddPeers(domain, rank, part); });
+      return;
+    }
+    added = Add({domain, launch.site_id, *run_id}, rank, std::move(part),
+                &complete);
+  }
+  if (!added.ok()) return peers_->SendRelease(process, segment);
+  if (!complete) return;
+  // A worker runs the exchange and holds `self`, since the completed calls may
+  // drop all other references. The progress thread must not drop the last one:
+  // ~Exchanges joins the progress thread. If `self` is null, ~Exchanges waits
+  // for the progress thread, which then runs the exchange.
+  std::shared_ptr<Exchanges> self = weak_from_this().lock();
+  if (!self) return Run(std::move(complete), /*executor=*/nullptr, kNoRank);
+  workers_.Run([self = std::move(self), complete = std::move(complete)] {
+    self->Run(complete, /*executor=*/nullptr, complete->FirstLocalRank());
+  });
 }
 
 Status Exchanges::Add(const Key& key, int32_t rank, Part part,
                       ExchangePtr* complete) {
-  MutexLock lock(mutex_);
   EP_RETURN_IF_ERROR(outcomes_.OfRun(key.run_id));
   const Exchange* begun = pending_.Find(key, rank);
   const Status why_not = WhyNotComplete(begun, key.domain, rank);
@@ -175,7 +184,7 @@ Status Exchanges::Add(const Key& key, int32_t rank, Part part,
     return FailedOnRank(part.op.Name(), topology().RankName(key.domain, rank),
                         why_not);
   }
-  waiting_.erase(key.domain * topology().ep_size + rank);
+  waiting_.erase(MemberOf(key.domain, rank));
   *complete = pending_.Add(key, rank, std::move(part));
   return Status();
 }
@@ -246,24 +255,29 @@ void Exchanges::Finish(const ExchangePtr& exchange, const Status& status,
 
 // ---- Names of launches
 
-PostedOp Exchanges::NameOp(const Call& call) {
+Status Exchanges::Begin(const Call& call, int32_t member, PostedOp* op) {
   const Site& site = *call.site;
-  return {call.op,         NameLaunch(site.id, call.run_id),
-          site.position,   site.layer.checked,
-          site.layer.name, site.program};
-}
-
-Launch Exchanges::NameLaunch(uint64_t site_id, int64_t run_id) {
-  std::vector<std::function<void()>> deferred;
-  Launch launch;
+  Status status;
+  Actions due;
   {
     MutexLock lock(mutex_);
-    launch = launches_.Name(site_id, run_id);
-    auto node = deferred_.extract(site_id);
-    if (!node.empty()) deferred = std::move(node.mapped());
+    *op = {call.op,         NameLaunch(site.id, call.run_id, &due),
+           site.position,   site.layer.checked,
+           site.layer.name, site.program};
+    if (member != kNoRank) {
+      launches_.Reach(op->launch);
+      last_posts_[member] = *op;
+    }
+    status = outcomes_.OfGroup();
   }
-  for (const auto& act : deferred) act();
-  return launch;
+  for (const auto& act : due) act();
+  return status;
+}
+
+Launch Exchanges::NameLaunch(uint64_t site_id, int64_t run_id, Actions* due) {
+  auto node = deferred_.extract(site_id);
+  if (!node.empty()) *due = std::move(node.mapped());
+  return launches_.Name(site_id, run_id);
 }
 
 void Exchanges::WithRunId(const Launch& launch,
@@ -286,7 +300,9 @@ void Exchanges::FailCall(const Call& call, const Status& reason) {
   const int32_t index = topology().FindDevice(call.device);
   const std::string rank =
       index < 0 ? StrCat("device ", call.device) : topology().MemberName(index);
-  CompleteWithError(call, FailedOnRank(NameOp(call).Name(), rank, reason));
+  PostedOp op;
+  (void)Begin(call, kNoRank, &op);
+  CompleteWithError(call, FailedOnRank(op.Name(), rank, reason));
 }
 
 void Exchanges::CompleteWithError(const Call& call, const Status& status) {
@@ -300,7 +316,14 @@ void Exchanges::CompleteWithError(const Call& call, const Status& status) {
 
 void Exchanges::FailRunEverywhere(uint64_t site_id, int64_t run_id,
                                   const Status& status) {
-  peers_->SendFail(NameLaunch(site_id, run_id), status);
+  Launch launch;
+  Actions due;
+  {
+    MutexLock lock(mutex_);
+    launch = NameLaunch(site_id, run_id, &due);
+  }
+  for (const auto& act : due) act();
+  peers_->SendFail(launch, status);
   FailRunHere(run_id, status);
 }
 

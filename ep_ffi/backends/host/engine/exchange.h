@@ -97,23 +97,26 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Exchanges(Options options, std::unique_ptr<Peers> peers);
 
   const Topology& topology() const { return peers_->topology(); }
+  // Returns the index in `topology().members` of a rank.
+  int32_t MemberOf(int32_t domain, int32_t rank) const {
+    return domain * topology().ep_size + rank;
+  }
 
   // ---- A post
 
   // Copies a local contribution to a shared segment, and sends a message to the
   // other processes of the domain.
-  Status Announce(const Key& key, const PostedOp& op, int32_t rank,
-                  const Contribution& contribution) EP_EXCLUDES(mutex_);
+  Status Announce(int32_t domain, int32_t rank, const PostedOp& op,
+                  const Contribution& contribution);
   void OnPost(int32_t process, const Message& message, const std::string& names,
               const Mapping* memory, const Status& mapped);
-  // Records the latest post of a rank.
-  void Note(int32_t domain, int32_t rank, const PostedOp& op)
-      EP_EXCLUDES(mutex_);
+  // Adds a valid post of another process, when its run id is known here.
+  void AddPeers(int32_t domain, int32_t rank, Part part) EP_EXCLUDES(mutex_);
   // Adds a post to its exchange. Sets `complete` to the exchange if no post is
   // missing. Returns an error, and does not add the post, if the exchange can
   // no longer complete.
   Status Add(const Key& key, int32_t rank, Part part, ExchangePtr* complete)
-      EP_EXCLUDES(mutex_);
+      EP_REQUIRES(mutex_);
   // Returns Ok if an exchange (null: a new exchange) can still complete after a
   // post of `rank`, else the reason why not.
   Status WhyNotComplete(const Exchange* exchange, int32_t domain,
@@ -132,11 +135,15 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   // ---- Names of launches, which differ between processes
 
-  // Returns the names of a call's op and launch.
-  PostedOp NameOp(const Call& call) EP_EXCLUDES(mutex_);
-  // Names a launch of this process. Then runs the actions that WithRunId
-  // deferred for this site.
-  Launch NameLaunch(uint64_t site_id, int64_t run_id) EP_EXCLUDES(mutex_);
+  using Actions = std::vector<std::function<void()>>;
+  // Names a call's op and launch, and records them as the latest post of a
+  // member of the topology (kNoRank: none). Returns why no message may be sent.
+  Status Begin(const Call& call, int32_t member, PostedOp* op)
+      EP_EXCLUDES(mutex_);
+  // Names a launch of this process. Sets `due` to the actions that waited for
+  // this site, which the caller runs after it has released the lock.
+  Launch NameLaunch(uint64_t site_id, int64_t run_id, Actions* due)
+      EP_REQUIRES(mutex_);
   // Calls `act` with this process's run id of a peer's launch. If the run id is
   // unknown, defers `act` until the op runs in this process.
   void WithRunId(const Launch& launch, std::function<void(int64_t)> act)
@@ -179,9 +186,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   double exit_at_ EP_GUARDED_BY(mutex_) = 0;
   std::set<int32_t> waiting_ EP_GUARDED_BY(mutex_);
   bool has_warned_ EP_GUARDED_BY(mutex_) = false;  // see OnTick
-  // Actions that WithRunId has deferred, by site id.
-  std::map<uint64_t, std::vector<std::function<void()>>> deferred_
-      EP_GUARDED_BY(mutex_);
+  // Actions that wait for the first launch of a site, by site id.
+  std::map<uint64_t, Actions> deferred_ EP_GUARDED_BY(mutex_);
 
   Workers workers_;
   const std::unique_ptr<Peers> peers_;
