@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import secrets
 import socket
 from typing import Any
 
@@ -16,7 +14,7 @@ from ep._src.base import meshes, processes
 from ep._src.base.backend import Backend, CannotServe, Connection, Join
 from ep._src.base.config import GroupConfig
 from ep._src.base.meshes import Mesh
-from ep._src.native import ffi
+from ep._src.native import ffi, sockets
 from ep._src.native.connection import mesh_of_devices, NativeConnection
 
 
@@ -38,13 +36,13 @@ class HostBackend(Backend):
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
     mesh = mesh_of_devices("host", group.mesh)
-    listener: socket.socket
+    listener: sockets.Listener
     with contextlib.ExitStack() as stack:
       # `join` calls `introduce`, and fails on all processes if it raises.
       def introduce() -> dict[str, Any]:
         ffi.library("host")
         nonlocal listener
-        listener = stack.enter_context(_listen())
+        listener = stack.enter_context(sockets.Listener())
         return dict(
           host=[
             processes.boot_id(),
@@ -52,7 +50,7 @@ class HostBackend(Backend):
             processes.namespace("user"),
             os.geteuid(),
           ],
-          address=listener.getsockname()[1:].decode(),
+          address=listener.address,
           pid=os.getpid(),
           namespace=processes.namespace(),
         )
@@ -68,47 +66,43 @@ class HostBackend(Backend):
             ' host, as one user, or use backend="xla".'
           )
       members = list(answers)
+      mine = members.index(me)
+      pids = [  # 0 in another pid namespace
+        answer["pid"] if answer["namespace"] == processes.namespace() else 0
+        for answer in answers.values()
+      ]
+      peers: dict[int, socket.socket] = {}
 
-      def pid(answer: dict[str, Any]) -> int:  # 0 if in another pid namespace
-        is_known = answer["namespace"] == processes.namespace()
-        return int(answer["pid"]) if is_known else 0
+      def connect() -> dict[str, Any]:
+        for i, process in enumerate(members[:mine]):
+          peer = sockets.connect(
+            answers[process]["address"],
+            pids[i],
+            mine,
+            name=f"process {process}",
+            timeout_s=group.timeout_s,
+          )
+          peers[i] = stack.enter_context(peer)
+        return {}
 
+      join(group, connect)
+      later = range(mine + 1, len(members))
+      peers |= listener.accept({i: pids[i] for i in later})
       ffi.create_host_group(
         name=group.name,
         config=group.program_text,
-        listener=listener.fileno(),
         num_experts=group.num_experts,
         ep_size=group.ep_size,
         ranks=[
           (members.index(d.process_index), d.id)
           for d in meshes.domains(mesh, group.axis_name).flat
         ],
-        process=members.index(me),
+        process=mine,
         processes=[
-          (answer["address"], process, pid(answer))
-          for process, answer in answers.items()
+          (process, pids[i], peers[i].detach() if i in peers else -1)
+          for i, process in enumerate(members)
         ],
         timeout_s=group.timeout_s,
         exit_after_s=group.exit_after_s,
       )
     return NativeConnection(group)
-
-
-def _listen() -> socket.socket:
-  """Returns a Unix socket that listens at a random name; see handshake.h."""
-  try:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    while True:
-      try:
-        listener.bind(f"\0ep_ffi-{secrets.token_hex(16)}")
-        break
-      except OSError as e:
-        if e.errno != errno.EADDRINUSE:
-          raise
-    listener.listen(socket.SOMAXCONN)
-    return listener
-  except OSError as e:
-    raise RuntimeError(
-      f"ep_bootstrap: cannot listen for other processes: {e.strerror}; if there"
-      " are too many open files, raise the limit (ulimit -n)."
-    ) from e

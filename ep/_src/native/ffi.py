@@ -23,7 +23,7 @@ from ep._src.native import shipped_files
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
 # Equals kInterfaceVersion of ep_ffi/core/export.h, which says when to add 1.
-INTERFACE_VERSION = 5
+INTERFACE_VERSION = 6
 
 # The values of the C++ enum `Tail` of ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -181,9 +181,9 @@ def _call(
 
 class _HostProcess(ctypes.Structure):
   _fields_ = [
-    ("address", ctypes.c_char_p),
     ("id", ctypes.c_int32),
     ("pid", ctypes.c_int32),
+    ("socket", ctypes.c_int32),
   ]
 
 
@@ -206,23 +206,23 @@ class _HostGroup(ctypes.Structure):
     ("num_ranks", ctypes.c_int32),
     ("ep_size", ctypes.c_int32),
     ("process", ctypes.c_int32),
-    ("listener", ctypes.c_int32),
   ]
 
 
 def create_host_group(
   name: str,
   config: str,
-  processes: list[tuple[str, int, int]],
+  processes: list[tuple[int, int, int]],
   ranks: list[tuple[int, int]],
   **fields: float,
 ) -> None:
   """Creates the native group `name`; see `_HostGroup` for the other `fields`.
 
-  `processes` lists (address, JAX's process id, operating system's id). `ranks`
-  lists (index in `processes`, JAX's device id), domain-major.
+  `processes` lists (JAX's process id, operating system's id, file descriptor of
+  the connected socket). The group closes the sockets. `ranks` lists (index in
+  `processes`, JAX's device id), domain-major.
   """
-  known = [_HostProcess(a.encode(), id, pid) for a, id, pid in processes]
+  known = [_HostProcess(*process) for process in processes]
   group = _HostGroup(
     name=name.encode(),
     config=config.encode(),

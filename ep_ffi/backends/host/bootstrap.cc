@@ -16,9 +16,9 @@
 extern "C" {
 
 struct EpHostProcess {
-  const char* address;
   int32_t id;
   int32_t pid;
+  int32_t socket;  // -1 for this process
 };
 
 struct EpHostRank {
@@ -38,7 +38,6 @@ struct EpHostGroup {
   int32_t num_ranks;
   int32_t ep_size;
   int32_t process;
-  int32_t listener;  // the caller closes it
 };
 
 }  // extern "C"
@@ -52,13 +51,13 @@ HostGroup::Options ToOptions(const EpHostGroup& group) {
   options.num_experts = group.num_experts;
   options.timeout_s = group.timeout_s;
   options.exit_after_s = group.exit_after_s;
-  options.listener = group.listener;
   Topology& topology = options.topology;
   topology.process = group.process;
   topology.ep_size = group.ep_size;
   for (int32_t p = 0; p < group.num_processes; ++p) {
     const EpHostProcess& process = group.processes[p];
-    topology.processes.push_back({process.address, process.id, process.pid});
+    topology.processes.push_back({process.id, process.pid});
+    options.sockets.emplace_back(process.socket);
   }
   for (int32_t r = 0; r < group.num_ranks; ++r) {
     const EpHostRank& rank = group.ranks[r];
@@ -73,7 +72,7 @@ HostGroup::Options ToOptions(const EpHostGroup& group) {
 }  // namespace
 }  // namespace ep::host
 
-// Creates a group. Collective over the processes of the group.
+// Creates a group, which takes the processes' sockets.
 EP_EXPORT int32_t ep_host_group_create(const EpHostGroup* group, char* error,
                                        int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {

@@ -90,8 +90,8 @@ Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
   // Each tick checks for timeouts, so a timeout error may be `tick_s` late.
   const double tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;
-  EP_RETURN_IF_ERROR(Peers::Connect(options.topology, options.listener,
-                                    options.timeout_s, tick_s, &peers));
+  EP_RETURN_IF_ERROR(Peers::Create(options.topology, std::move(options.sockets),
+                                   tick_s, &peers));
   auto exchanges =
       Exchanges::Create({options.name, options.timeout_s, options.on_run_failed,
                          options.exit_after_s},

@@ -21,6 +21,7 @@
 
 #include "ep_ffi/backends/host/engine/exchange.h"
 #include "ep_ffi/backends/host/topology.h"
+#include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/plan.h"
@@ -36,15 +37,15 @@ class HostGroup : public Group {
     std::string name;
     int64_t num_experts;
     Topology topology;
-    double timeout_s;  // for connecting, and for ranks that wait for peers
-    int listener;      // see Handshake
+    double timeout_s;         // for ranks that wait for peers
+    std::vector<Fd> sockets;  // see Peers::Create
     // Called once for each run that fails in this group.
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
     // See Exchanges::OnTick.
     double exit_after_s = std::numeric_limits<double>::infinity();
   };
 
-  // Creates a group. Collective over the processes of the topology.
+  // Creates a group.
   static Status Create(Options options, std::shared_ptr<Group>* out);
   ~HostGroup() override;
 

@@ -80,14 +80,13 @@ TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
 
 // A program fails in another group, while this group is idle.
 TEST(HostGroupTest, AFailureInAnotherGroupDoesNotEndTheProcess) {
-  const Listeners listeners(1);
   HostGroup::Options options = {};
   options.timeout_s = 0.2;  // so that the group checks for timeouts often
   options.exit_after_s = 0.01;
-  options.topology = listeners.TopologyOf(0);
+  options.topology = TopologyOf(0, 1);
   options.topology.members = {{/*process=*/0, /*device=*/0}, {0, 1}};
   std::shared_ptr<Group> group;
-  testing::ExpectOk(HostGroup::Create(options, &group));
+  testing::ExpectOk(HostGroup::Create(std::move(options), &group));
   group->FailRun(/*run_id=*/1, Status(Code::kInternal, "elsewhere"));
   usleep(200'000);  // many times exit_after_s
 }

@@ -6,25 +6,16 @@
 #include <fcntl.h>
 #include <grp.h>
 #include <gtest/gtest.h>
-#include <poll.h>
 #include <signal.h>
-#include <sys/socket.h>
 #include <sys/uio.h>
-#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
-#include <deque>
 #include <iostream>
-#include <optional>
 #include <sstream>
 
-#include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/backends/host/testing/processes.h"
-#include "ep_ffi/backends/host/transport/messages.h"
-#include "ep_ffi/backends/host/transport/peers.h"
-#include "ep_ffi/testing/expect.h"
 
 namespace ep::host {
 namespace {
@@ -49,133 +40,16 @@ class Nobody {
     EXPECT_EQ(child_, waitpid(child_, &status, 0));
     if (WIFEXITED(status) && WEXITSTATUS(status) == kNotAllowed) {
       std::cout << "[  SKIPPED ] only root may act as another user\n";
-    } else if (!is_ended_) {
+    } else {
       EXPECT_EQ(0, status);
     }
   }
-  void End() { is_ended_ = kill(child_, SIGKILL) == 0; }
 
  private:
   static constexpr int kNotAllowed = 77;
 
   const pid_t child_;
-  bool is_ended_ = false;
 };
-
-int Connect(const std::string& name) {
-  sockaddr_un address;
-  const socklen_t size = AddressOf(name, &address);
-  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0);
-  (void)connect(fd, reinterpret_cast<sockaddr*>(&address), size);
-  return fd;
-}
-
-// Connects to the other ranks with the observer's number, before the observer
-// connects. Expects that the ranks close these connections immediately.
-void ExpectTurnedAway(const Records& records, int connected) {
-  std::vector<int> sockets;
-  const Hello hello = {kObserver};
-  for (int32_t r = 0; r < kObserver; ++r) {
-    const std::string name = records[r].addresses[1].name;
-    EXPECT_NE("", Lines("/proc/net/unix", name))
-        << "everybody can read the names of sockets";
-    sockets.push_back(Connect(name));
-    EXPECT_LT(0, send(sockets.back(), &hello, sizeof(hello), MSG_NOSIGNAL));
-  }
-  close(connected);
-  for (int fd : sockets) {
-    pollfd hung_up = {fd, 0, 0};
-    EXPECT_EQ(1, poll(&hung_up, 1, static_cast<int>(kTimeoutS * 1e3)));
-    Hello answer;
-    EXPECT_LE(recv(fd, &answer, sizeof(answer), 0), 0);
-  }
-}
-
-TEST(NeighborsTest, RanksRejectAnotherUser) {
-  Job job;
-  ExpectNothingSaid(job.Run([](Rank& rank) {
-    std::optional<Nobody> nobody;
-    if (rank.rank() == kObserver) {
-      const auto told = [](auto& r) {
-        return r.addresses[1].is_published.load();
-      };
-      rank.WaitForOthers(kObserver, told);
-      int connected[2];
-      EXPECT_EQ(0, pipe(connected));
-      nobody.emplace([&] { ExpectTurnedAway(rank.records(), connected[1]); });
-      close(connected[1]);
-      char nothing;
-      EXPECT_EQ(0,
-                read(connected[0], &nothing, 1));  // until `nobody` closes it
-      close(connected[0]);
-    }
-    rank.Bootstrap(kTimeoutS);
-    for (int64_t i = 0; i < 2 * kNumOps; ++i) rank.Next();
-    return rank.Close();
-  }));
-}
-
-// Another user listens at the address of a process of the group.
-TEST(NeighborsTest, SendsNothingToAnotherUser) {
-  int told[2];
-  ASSERT_EQ(0, pipe(told));
-  const Nobody nobody([&] {
-    const Listener listener;
-    EXPECT_LT(0, write(told[1], listener.name.data(), listener.name.size()));
-    const int fd = accept(listener.socket.get(), nullptr, nullptr);
-    char byte;
-    EXPECT_EQ(0, recv(fd, &byte, 1, 0));
-  });
-  close(told[1]);
-  char name[64] = {};
-  if (read(told[0], name, sizeof(name)) > 0) {
-    const Listener mine;
-    std::unique_ptr<Peers> peers;
-    const Topology topology = {/*process=*/1,
-                               /*ep_size=*/2,
-                               {{name, 0, 0}, {mine.name, 1, 0}},
-                               /*members=*/{}};
-    testing::ExpectFailure({Code::kUnavailable, {"process 0 gave up"}},
-                           Peers::Connect(topology, mine.socket.get(),
-                                          kTimeoutS, /*tick_s=*/1, &peers));
-  }
-  close(told[0]);
-}
-
-// Disturbs a bootstrap: connects to all listening sockets, binds their names
-// and similar names, and keeps up to 500 sockets open.
-[[noreturn]] void Disturb() {
-  std::deque<int> held;
-  while (true) {
-    std::istringstream lines(Lines("/proc/net/unix", "@ep_ffi-"));
-    for (std::string line; std::getline(lines, line);) {
-      std::string name = line.substr(line.find('@') + 1);
-      for (int i = 0; i < 10; ++i) held.push_back(Connect(name));
-      for (char c = '0'; c <= '9'; ++c) {
-        name.back() = c;
-        sockaddr_un address;
-        const socklen_t size = AddressOf(name, &address);
-        held.push_back(socket(AF_UNIX, SOCK_SEQPACKET, 0));
-        (void)bind(held.back(), reinterpret_cast<sockaddr*>(&address), size);
-      }
-    }
-    for (; held.size() > 500; held.pop_front()) close(held.front());
-  }
-}
-
-// Each rank closes the group after its last op, while peers may read its rows.
-TEST(NeighborsTest, AnotherUserCannotStopABootstrap) {
-  for (int i = 0; i < 10; ++i) {
-    Job job;
-    Nobody nobody(Disturb);
-    ExpectNothingSaid(job.Run([](Rank& rank) {
-      rank.Bootstrap(kTimeoutS);
-      for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
-      return rank.Close();
-    }));
-    nobody.End();
-  }
-}
 
 // Runs `act` on the observer, which is not in the group, after the other ranks
 // have run their ops and before they close the group.

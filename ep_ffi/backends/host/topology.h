@@ -18,9 +18,8 @@ namespace ep::host {
 
 struct Topology {
   struct Process {
-    std::string address;  // the listening socket; see handshake.h
-    int32_t id;           // JAX's process index, for messages
-    int32_t pid;          // 0 if in another PID namespace
+    int32_t id;   // JAX's process index, for messages
+    int32_t pid;  // 0 if in another PID namespace
   };
 
   struct Member {

@@ -13,7 +13,7 @@
 #include <cstring>
 #include <future>
 
-#include "ep_ffi/backends/host/testing/listener.h"
+#include "ep_ffi/backends/host/testing/sockets.h"
 #include "ep_ffi/testing/expect.h"
 #include "ep_ffi/testing/ranks.h"
 
@@ -26,17 +26,16 @@ constexpr int64_t kInts = 2;   // ints that each rank posts
 class ExchangeTest : public ::testing::Test {
  protected:
   explicit ExchangeTest(double timeout_s = 30) : peers_(kRanks) {
-    const Listeners listeners(kRanks);
-    testing::ForEachRank(kRanks, [&](int64_t p) {
-      Topology topology = listeners.TopologyOf(p);
+    Sockets sockets(kRanks);
+    for (int32_t p = 0; p < kRanks; ++p) {
+      Topology topology = TopologyOf(p, kRanks);
       topology.ep_size = kRanks;
       for (int32_t r = 0; r < kRanks; ++r) {
         topology.members.push_back({/*process=*/r, /*device=*/r});
       }
-      testing::ExpectOk(Peers::Connect(topology, listeners.socket(p),
-                                       /*timeout_s=*/30, /*tick_s=*/0.05,
-                                       &peers_[p]));
-    });
+      testing::ExpectOk(Peers::Create(topology, sockets.Take(p),
+                                      /*tick_s=*/0.05, &peers_[p]));
+    }
     exchanges_ =
         Exchanges::Create({"group", timeout_s,
                            [last = failed_run_](int64_t run_id, const Status&) {

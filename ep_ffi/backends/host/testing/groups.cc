@@ -4,10 +4,9 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 
 #include <algorithm>
-#include <thread>
+#include <functional>
 
 #include "ep_ffi/backends/host/group.h"
 #include "ep_ffi/backends/host/transport/messages.h"
@@ -19,20 +18,28 @@ namespace {
 using testing::Domain;
 using testing::WorldOptions;
 
-// Returns the options that all processes of a group share, without addresses.
-// `process_of` returns the process of a rank.
-HostGroup::Options CommonOptions(
-    const WorldOptions& options,
-    const std::function<int32_t(int32_t rank)>& process_of) {
-  HostGroup::Options common = {};
-  common.name = "group";
-  common.num_experts = options.dims.num_experts;
-  common.timeout_s = options.timeout_s;
-  common.topology.ep_size = options.dims.ep_size;
+Topology MakeTopology(const WorldOptions& options, int32_t num_processes,
+                      const std::function<int32_t(int32_t rank)>& process_of) {
+  Topology topology = TopologyOf(/*process=*/0, num_processes);
+  topology.ep_size = options.dims.ep_size;
   for (int32_t i = 0; i < options.num_domains * options.dims.ep_size; ++i) {
-    common.topology.members.push_back({process_of(i), /*device=*/100 + i});
+    topology.members.push_back({process_of(i), /*device=*/100 + i});
   }
-  return common;
+  return topology;
+}
+
+// Creates the group of the process `topology.process`.
+std::shared_ptr<Group> Create(const WorldOptions& options, Topology topology,
+                              std::vector<Fd> sockets) {
+  HostGroup::Options mine = {};
+  mine.name = "group";
+  mine.num_experts = options.dims.num_experts;
+  mine.timeout_s = options.timeout_s;
+  mine.topology = std::move(topology);
+  mine.sockets = std::move(sockets);
+  std::shared_ptr<Group> group;
+  testing::ExpectOk(HostGroup::Create(std::move(mine), &group));
+  return group;
 }
 
 // Returns the EP domains of a group. `groups` is indexed by process.
@@ -54,35 +61,16 @@ std::vector<Domain> MakeHostGroup(const WorldOptions& options,
                                   int32_t max_processes) {
   const int32_t num_processes = std::min<int32_t>(
       options.num_domains * options.dims.ep_size, max_processes);
-  HostGroup::Options common = CommonOptions(
-      options, [&](int32_t rank) { return rank % num_processes; });
-  const Listeners listeners(num_processes);
-  common.topology.processes = listeners.processes();
-  std::vector<std::shared_ptr<Group>> groups(num_processes);
-  testing::ForEachRank(num_processes, [&](int64_t process) {
-    HostGroup::Options mine = common;
-    mine.topology.process = process;
-    mine.listener = listeners.socket(process);
-    testing::ExpectOk(HostGroup::Create(mine, &groups[process]));
+  Topology topology = MakeTopology(options, num_processes, [&](int32_t rank) {
+    return rank % num_processes;
   });
-  return DomainsOf(common.topology, groups);
-}
-
-Impostor::Impostor(
-    const std::function<void(const Listeners& listeners)>& connect)
-    : socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
-  const Listeners listeners(2);
-  std::thread process([&] { connect(listeners); });
-  sockaddr_un address;
-  const socklen_t size = AddressOf(listeners.processes()[0].address, &address);
-  EXPECT_EQ(
-      0, ::connect(socket_.get(), reinterpret_cast<sockaddr*>(&address), size));
-  Hello hello = {/*process=*/1};
-  EXPECT_EQ(ssize_t{sizeof(hello)},
-            send(socket_.get(), &hello, sizeof(hello), 0));
-  EXPECT_EQ(ssize_t{sizeof(hello)},
-            recv(socket_.get(), &hello, sizeof(hello), 0));
-  process.join();
+  Sockets sockets(num_processes);
+  std::vector<std::shared_ptr<Group>> groups;
+  for (int32_t p = 0; p < num_processes; ++p) {
+    topology.process = p;
+    groups.push_back(Create(options, topology, sockets.Take(p)));
+  }
+  return DomainsOf(topology, groups);
 }
 
 void Impostor::Send(const std::string& bytes, const std::vector<int>& fds) {
@@ -99,15 +87,12 @@ std::string Impostor::Receive() {
 }
 
 GroupWithImpostor::GroupWithImpostor(const WorldOptions& options) {
-  HostGroup::Options mine =
-      CommonOptions(options, [](int32_t rank) { return rank > 0; });
-  std::vector<std::shared_ptr<Group>> groups(2);
-  impostor = std::make_unique<Impostor>([&](const Listeners& listeners) {
-    mine.listener = listeners.socket(0);
-    mine.topology.processes = listeners.processes();
-    testing::ExpectOk(HostGroup::Create(mine, &groups[0]));
-  });
-  domains = DomainsOf(mine.topology, groups);
+  const Topology topology =
+      MakeTopology(options, 2, [](int32_t rank) { return rank > 0; });
+  Sockets sockets(2);
+  impostor = std::make_unique<Impostor>(std::move(sockets.Take(1)[0]));
+  domains = DomainsOf(topology,
+                      {Create(options, topology, sockets.Take(0)), nullptr});
 }
 
 GroupWithImpostor::~GroupWithImpostor() { (void)domains[0].groups[0]->Close(); }

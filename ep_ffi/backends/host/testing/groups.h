@@ -8,12 +8,12 @@
 #define EP_FFI_BACKENDS_HOST_TESTING_GROUPS_H_
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "ep_ffi/backends/host/testing/listener.h"
+#include "ep_ffi/backends/host/testing/sockets.h"
 #include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/testing/ranks.h"
 
@@ -24,13 +24,11 @@ namespace ep::host {
 std::vector<testing::Domain> MakeHostGroup(const testing::WorldOptions& options,
                                            int32_t max_processes);
 
-// A process that does not run our code: an impostor connects as a member of the
-// group, and then sends messages that no peer would send.
+// A process that does not run our code: an impostor sends messages that no peer
+// would send.
 class Impostor {
  public:
-  // Connects as process 1 to process 0, which `connect` creates concurrently.
-  explicit Impostor(
-      const std::function<void(const Listeners& listeners)>& connect);
+  explicit Impostor(Fd socket) : socket_(std::move(socket)) {}
 
   // Sends a message of any bytes, with copies of descriptors.
   void Send(const std::string& bytes, const std::vector<int>& fds = {});

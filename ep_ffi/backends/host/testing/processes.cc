@@ -21,7 +21,7 @@
 #include <utility>
 
 #include "ep_ffi/backends/host/group.h"
-#include "ep_ffi/backends/host/testing/listener.h"
+#include "ep_ffi/backends/host/testing/sockets.h"
 #include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/core/clock.h"
 #include "ep_ffi/testing/samples.h"
@@ -111,11 +111,17 @@ std::string Lines(const std::string& path, const std::string& word) {
   return found;
 }
 
-Rank::Rank(int32_t rank, Records* records) : rank_(rank), records_(records) {
+Rank::Rank(int32_t rank, Records* records, std::vector<Fd> for_all,
+           std::vector<Fd> for_some)
+    : rank_(rank),
+      records_(records),
+      for_all_(std::move(for_all)),
+      for_some_(std::move(for_some)) {
   record().pid = getpid();
 }
 
 void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
+  std::vector<Fd>& sockets = members.empty() ? for_all_ : for_some_;
   if (members.empty()) {
     members.resize(kNumRanks);
     std::iota(members.begin(), members.end(), 0);
@@ -129,28 +135,18 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
   options.timeout_s = timeout_s;
   options.topology.process = index_;
   options.topology.ep_size = size;
-  const Listener listener;
-  const bool is_whole = size == kNumRanks;
-  Address& mine = record().addresses[is_whole];
-  std::strcpy(mine.name, listener.name.c_str());
-  mine.is_published = true;
-  options.listener = listener.socket.get();
   domain_ = {};
   domain_.groups.resize(size);
   for (int32_t i = 0; i < size; ++i) {
     const Record& other = records()[members[i]];
-    const Address& address = other.addresses[is_whole];
-    WaitFor(kPatienceS, [&] {
-      return other.pid != 0 &&
-             (address.is_published || ProcessWatch(other.pid).HasEnded());
-    });
-    // A dead process may have no address.
-    options.topology.processes.push_back({address.name, i, other.pid});
+    WaitFor(kPatienceS, [&] { return other.pid != 0; });
+    options.topology.processes.push_back({i, other.pid});
+    options.sockets.push_back(std::move(sockets[members[i]]));
     options.topology.members.push_back({i, /*device=*/members[i]});
     domain_.devices.push_back(members[i]);
   }
   num_posts_ = 0;
-  status_ = HostGroup::Create(options, &domain_.groups[index_]);
+  status_ = HostGroup::Create(std::move(options), &domain_.groups[index_]);
   if (status_.ok()) {
     ++record().joined;
   } else {
@@ -277,15 +273,7 @@ Job::Job()
   new (records) Records();
 }
 
-Job::~Job() {
-  for (const Record& record : *records) {
-    for (const Address& address : record.addresses) {
-      if (!address.is_published) continue;
-      EXPECT_EQ("", Lines("/proc/net/unix", address.name));
-    }
-  }
-  munmap(records, sizeof(Records));
-}
+Job::~Job() { munmap(records, sizeof(Records)); }
 
 std::vector<Ending> Job::Run(const std::function<std::string(Rank&)>& body) {
   for (int32_t size = kNumRanks - 1; size <= kNumRanks; ++size) {
@@ -294,6 +282,11 @@ std::vector<Ending> Job::Run(const std::function<std::string(Rank&)>& body) {
   std::vector<Ending> endings(kNumRanks);
   std::vector<pid_t> children;
   std::vector<int> reports;
+  Sockets for_all(kNumRanks), for_some(kNumRanks);
+  const auto close_sockets = [&] {
+    for_all = Sockets(0);
+    for_some = Sockets(0);
+  };
   for (int32_t r = 0; r < kNumRanks; ++r) {
     int report[2];
     EXPECT_EQ(0, pipe(report));
@@ -304,11 +297,13 @@ std::vector<Ending> Job::Run(const std::function<std::string(Rank&)>& body) {
       setrlimit(RLIMIT_CORE, &no_core);
       close(report[0]);
       const int failures = CountFailures();
-      const size_t descriptors = CountEntries("/proc/self/fd");
       const size_t threads = CountEntries("/proc/self/task");
+      size_t descriptors;
       std::string said;
       {
-        Rank rank(r, records);
+        Rank rank(r, records, for_all.Take(r), for_some.Take(r));
+        close_sockets();  // of the other ranks
+        descriptors = CountEntries("/proc/self/fd") - 2 * (kNumRanks - 1);
         said = body(rank);
       }
       // A thread of the engine may still receive descriptors and close them.
@@ -324,6 +319,7 @@ std::vector<Ending> Job::Run(const std::function<std::string(Rank&)>& body) {
     close(report[1]);
     reports.push_back(report[0]);
   }
+  close_sockets();
   const double end = Now() + kLimitS;
   for (int32_t r = 0; r < kNumRanks; ++r) {
     char text[4096];

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
 #include "ep_ffi/testing/ranks.h"
@@ -44,12 +45,6 @@ size_t CountEntries(const char* folder);
 // Returns the lines of a file that contain a word.
 std::string Lines(const std::string& path, const std::string& word);
 
-// The address at which a rank listens.
-struct Address {
-  std::atomic<bool> is_published;
-  char name[64];
-};
-
 // The progress of a rank, in memory that all ranks and the test share.
 struct Record {
   std::atomic<pid_t> pid;
@@ -58,7 +53,6 @@ struct Record {
   std::atomic<int64_t> completed;  // number of completed ops
   std::atomic<double> died;        // time of death, or 0
   std::atomic<double> failed;      // time of the first failure, or 0
-  Address addresses[2];            // in a group of some ranks, and of all
 };
 using Records = std::array<Record, kNumRanks>;
 
@@ -66,7 +60,10 @@ using Records = std::array<Record, kNumRanks>;
 // on inputs that every rank knows, and compares the results bit for bit.
 class Rank {
  public:
-  Rank(int32_t rank, Records* records);
+  // Takes sockets to the other ranks, for a group of all ranks and for a group
+  // of some.
+  Rank(int32_t rank, Records* records, std::vector<Fd> for_all,
+       std::vector<Fd> for_some);
 
   int32_t rank() const { return rank_; }
   Records& records() { return *records_; }
@@ -74,7 +71,8 @@ class Rank {
   // Returns the first error since Bootstrap.
   const Status& status() const { return status_; }
 
-  // Bootstraps a group of `members`, by default of all ranks. Collective.
+  // Bootstraps a group of `members`, by default of all ranks. A rank can do
+  // both once.
   void Bootstrap(double timeout_s, std::vector<int32_t> members = {});
   // Posts the next op and waits for it. Does nothing after a failure.
   void Next();
@@ -100,6 +98,7 @@ class Rank {
  private:
   const int32_t rank_;
   Records* const records_;
+  std::vector<Fd> for_all_, for_some_;
 
   int32_t index_ = 0;       // in the group
   testing::Domain domain_;  // has only this rank's group
@@ -118,7 +117,7 @@ struct Ending {
 // Expects that all ranks exited with 0 and reported no error.
 void ExpectNothingSaid(const std::vector<Ending>& endings);
 
-// The ranks of one test. The destructor expects that all sockets are closed.
+// The ranks of one test.
 struct Job {
   Job();
   ~Job();

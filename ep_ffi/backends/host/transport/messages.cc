@@ -121,13 +121,4 @@ void SplitNames(const std::string& text, std::string* layer,
   program->assign(text, std::min(end + 1, text.size()), std::string::npos);
 }
 
-socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
-  *address = {};
-  address->sun_family = AF_UNIX;
-  // An abstract name begins with a zero byte.
-  const size_t size = std::min(name.size(), sizeof(address->sun_path) - 1);
-  std::memcpy(address->sun_path + 1, name.data(), size);
-  return offsetof(sockaddr_un, sun_path) + 1 + size;
-}
-
 }  // namespace ep::host

@@ -2,15 +2,12 @@
 
 // Messages between the processes of a group, which peers.h sends on sockets.
 //
-// A message comes from another process, so no value in it is trusted (see
-// handshake.h). `Decode` checks the form of a message, and engine/exchange.cc
-// checks the values against the group.
+// A message comes from another process, so no value in it is trusted. `Decode`
+// checks the form of a message, and engine/exchange.cc checks the values
+// against the group.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_MESSAGES_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_MESSAGES_H_
-
-#include <sys/socket.h>
-#include <sys/un.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -104,15 +101,6 @@ void SplitNames(const std::string& text, std::string* layer,
 // type is known, and the code of a kFail is an error.
 bool Decode(const char* bytes, size_t size, Message* message,
             std::string* text);
-
-// The first message in both directions: the number of the sender in the group.
-struct Hello {
-  int32_t process;
-};
-
-// Writes the abstract address of a name, and returns the size of the address.
-// Truncates a name that is too long.
-socklen_t AddressOf(const std::string& name, sockaddr_un* address);
 
 }  // namespace ep::host
 

@@ -12,7 +12,6 @@
 #include <deque>
 #include <utility>
 
-#include "ep_ffi/backends/host/transport/handshake.h"
 #include "ep_ffi/core/clock.h"
 #include "ep_ffi/core/mutex.h"
 
@@ -91,29 +90,18 @@ Peers::Peers(Topology topology, double tick_s)
   }
 }
 
-Status Peers::Connect(Topology topology, int listener, double timeout_s,
-                      double tick_s, std::unique_ptr<Peers>* out) {
+Status Peers::Create(Topology topology, std::vector<Fd> sockets, double tick_s,
+                     std::unique_ptr<Peers>* out) {
   std::unique_ptr<Peers> peers(new Peers(std::move(topology), tick_s));
   if (peers->epoll_.get() < 0 || peers->stop_.get() < 0) {
     return SystemError("cannot create the event queue of a group");
   }
   Watch(peers->epoll_, EPOLL_CTL_ADD, peers->stop_.get(), EPOLLIN, kStop);
-
-  Handshake handshake(peers->topology_, listener, timeout_s, peers->watches_);
-  const Status connected = handshake.Connect();
-  for (Fd& socket : handshake.TakeSockets()) {
-    const int32_t process = peers->links_.size();
-    peers->links_.push_back(
-        socket.get() < 0 ? nullptr
-                         : std::make_unique<Link>(process, std::move(socket)));
-  }
-  if (!connected.ok()) {
-    peers->SendBye(connected.message());
-    return connected;
-  }
-  for (auto& link : peers->links_) {
-    if (!link) continue;
-    const uint64_t process = link->process;
+  for (Fd& socket : sockets) {
+    const uint64_t process = peers->links_.size();
+    auto& link = peers->links_.emplace_back();
+    if (socket.get() < 0) continue;
+    link = std::make_unique<Link>(process, std::move(socket));
     Watch(peers->epoll_, EPOLL_CTL_ADD, link->socket.get(), EPOLLIN, process);
     Watch(peers->epoll_, EPOLL_CTL_ADD, peers->watches_[process].fd(), EPOLLIN,
           process | kProcessEnd);

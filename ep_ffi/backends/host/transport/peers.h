@@ -4,6 +4,10 @@
 //
 // Each pair of processes has one Unix socket (SOCK_SEQPACKET: whole messages,
 // in order), which carries messages (messages.h) and descriptors of segments.
+// Python connects the sockets, and knows from the kernel which user and process
+// is at the other end (ep/_src/native/sockets.py). What they send is checked:
+// a bad byte fails the run and does no other harm (../fuzz).
+//
 // Rows are in shared memory (segment.h). The socket reports that a peer closes
 // the socket or dies; ProcessWatch reports a death even if a child of the
 // peer's process holds the socket open.
@@ -52,9 +56,9 @@ class Peers {
     std::function<void()> on_tick;
   };
 
-  // Connects every pair of processes. See Handshake for `listener`.
-  static Status Connect(Topology topology, int listener, double timeout_s,
-                        double tick_s, std::unique_ptr<Peers>* out);
+  // Takes the connected sockets by process; this process has none.
+  static Status Create(Topology topology, std::vector<Fd> sockets,
+                       double tick_s, std::unique_ptr<Peers>* out);
   // Stops, unless `Stop` was called.
   ~Peers();
 

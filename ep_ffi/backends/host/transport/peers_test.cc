@@ -13,30 +13,28 @@
 #include <chrono>
 #include <cstring>
 
-#include "ep_ffi/backends/host/testing/listener.h"
+#include "ep_ffi/backends/host/testing/sockets.h"
 #include "ep_ffi/testing/expect.h"
 #include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
 namespace {
 
-using testing::ExpectFailure;
 using testing::ExpectOk;
 
-constexpr double kTickS = 0.01;
-
-Status Connect(const Listeners& listeners, const Topology& topology,
-               std::unique_ptr<Peers>* out, double timeout_s = 30) {
-  return Peers::Connect(topology, listeners.socket(topology.process), timeout_s,
-                        kTickS, out);
+std::unique_ptr<Peers> Create(Topology topology, std::vector<Fd> sockets) {
+  std::unique_ptr<Peers> peers;
+  ExpectOk(Peers::Create(std::move(topology), std::move(sockets),
+                         /*tick_s=*/0.01, &peers));
+  return peers;
 }
 
-std::vector<std::unique_ptr<Peers>> ConnectAll(int32_t num_processes) {
-  const Listeners listeners(num_processes);
-  std::vector<std::unique_ptr<Peers>> all(num_processes);
-  testing::ForEachRank(num_processes, [&](int64_t p) {
-    ExpectOk(Connect(listeners, listeners.TopologyOf(p), &all[p]));
-  });
+std::vector<std::unique_ptr<Peers>> CreateAll(int32_t num_processes) {
+  Sockets sockets(num_processes);
+  std::vector<std::unique_ptr<Peers>> all;
+  for (int32_t p = 0; p < num_processes; ++p) {
+    all.push_back(Create(TopologyOf(p, num_processes), sockets.Take(p)));
+  }
   return all;
 }
 
@@ -96,7 +94,7 @@ void Post(Peers* from, int32_t to, int64_t run_id, const char* text) {
 
 TEST(PeersTest, MessagesArriveInOrderWithTheirRows) {
   Log log;
-  auto peers = ConnectAll(3);
+  auto peers = CreateAll(3);
   Post(peers[2].get(), 0, 7, "seven");
   Post(peers[2].get(), 0, 8, "eight");
   peers[2]->SendFail({0, 9, 0}, Status(Code::kInternal, "nine"));
@@ -109,7 +107,7 @@ TEST(PeersTest, MessagesArriveInOrderWithTheirRows) {
 
 TEST(PeersTest, ASegmentNeedsOneDescriptorOfItsOwner) {
   Log log;
-  auto peers = ConnectAll(3);
+  auto peers = CreateAll(3);
   rlimit before;
   ASSERT_EQ(0, getrlimit(RLIMIT_NOFILE, &before));
   const rlimit lower = {1000, before.rlim_max};
@@ -130,7 +128,7 @@ TEST(PeersTest, ASegmentNeedsOneDescriptorOfItsOwner) {
 TEST(PeersTest, SendersDoNotWaitForReceivers) {
   constexpr int kPosts = 5000;  // more than fit into a socket
   Log sender, receiver;
-  auto peers = ConnectAll(2);
+  auto peers = CreateAll(2);
   peers[0]->Start(sender.Callbacks());
   std::vector<std::string> expected;
   for (int i = 0; i < kPosts; ++i) {
@@ -145,7 +143,7 @@ TEST(PeersTest, SendersDoNotWaitForReceivers) {
 
 TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
   Log log;
-  auto peers = ConnectAll(2);
+  auto peers = CreateAll(2);
   peers[0]->Start(log.Callbacks());
   Segment *first, *second, *third;
   ASSERT_TRUE(peers[0]->Acquire(10, {1}, &first).ok());
@@ -163,7 +161,7 @@ TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
 // although messages of the peer may wait in our socket.
 TEST(PeersTest, UnreadMessagesDoNotHideAnOrderlyClose) {
   Log log;
-  auto peers = ConnectAll(2);
+  auto peers = CreateAll(2);
   Post(peers[0].get(), 1, 1, "unread");
   Post(peers[1].get(), 0, 2, "last words");
   peers[1]->SendBye("");
@@ -172,102 +170,27 @@ TEST(PeersTest, UnreadMessagesDoNotHideAnOrderlyClose) {
   log.Expect({"post 2 of op from 1: last words", "1 closed"});
 }
 
-// Connects process 1 of 2 in a forked child, which then runs `body`.
-pid_t Fork(const Listeners& listeners, const std::function<void()>& body) {
-  const pid_t child = fork();
-  if (child != 0) return child;
-  std::unique_ptr<Peers> peers;
-  (void)Connect(listeners, listeners.TopologyOf(1), &peers);
-  body();
-  _exit(0);
-}
-
 TEST(PeersTest, ReportsADeathThoughAChildHoldsTheSocketOpen) {
-  const Listeners listeners(2);
+  Sockets sockets(2);
   int until[2];  // the grandchild ends with this test
   ASSERT_EQ(0, pipe(until));
-  const pid_t child = Fork(listeners, [&] {
+  const pid_t child = fork();
+  if (child == 0) {
     if (fork() != 0) raise(SIGKILL);
     close(until[1]);
     char nothing;
     (void)!read(until[0], &nothing, 1);
-  });
+    _exit(0);
+  }
   Log log;
-  Topology topology = listeners.TopologyOf(0);
+  Topology topology = TopologyOf(0, 2);
   topology.processes[1].pid = child;
-  std::unique_ptr<Peers> peers;
-  ASSERT_TRUE(Connect(listeners, topology, &peers).ok());
+  const auto peers = Create(topology, sockets.Take(0));
   peers->Start(log.Callbacks());
   log.Expect({"1 died"});
   close(until[1]);
   close(until[0]);
   EXPECT_EQ(child, waitpid(child, nullptr, 0));
-}
-
-TEST(PeersTest, ConnectingFailsSoonIfAProcessHasDied) {
-  const pid_t child = fork();
-  if (child == 0) _exit(0);
-  for (int32_t process : {0, 1}) {  // accepts or connects
-    const Listeners listeners(2);
-    Topology topology = listeners.TopologyOf(process);
-    topology.processes[1 - process].pid = child;
-    std::unique_ptr<Peers> peers;
-    ExpectFailure(
-        {Code::kUnavailable, {StrCat("process ", 1 - process, " died")}},
-        Connect(listeners, topology, &peers));
-  }
-  EXPECT_EQ(child, waitpid(child, nullptr, 0));
-}
-
-TEST(PeersTest, ConnectingFailsAtTheDeadlineIfAProcessIsAbsent) {
-  for (int32_t process : {0, 1, 2}) {
-    const Listeners listeners(3);
-    std::unique_ptr<Peers> peers;
-    ExpectFailure(
-        {Code::kDeadlineExceeded, {"timeout_s = 0.2", "ep_bootstrap"}},
-        Connect(listeners, listeners.TopologyOf(process), &peers,
-                /*timeout_s=*/0.2));
-  }
-}
-
-TEST(PeersTest, ConnectingFailsSoonIfAProcessGaveUp) {
-  const Listener mine;
-  Topology topology;
-  {
-    const Listeners listeners(2);
-    topology = listeners.TopologyOf(1);
-  }
-  std::unique_ptr<Peers> peers;
-  ExpectFailure({Code::kUnavailable, {"process 0 gave up"}},
-                Peers::Connect(topology, mine.socket.get(), /*timeout_s=*/30,
-                               kTickS, &peers));
-}
-
-// Two processes claim the number 1.
-TEST(PeersTest, OnlyOneProcessGetsANumber) {
-  const Listeners listeners(2);
-  Status statuses[3];
-  std::unique_ptr<Peers> peers[3];
-  testing::ForEachRank(3, [&](int64_t i) {
-    statuses[i] = Connect(listeners, listeners.TopologyOf(i > 0), &peers[i],
-                          /*timeout_s=*/0.5);
-  });
-  ExpectOk(statuses[0]);
-  EXPECT_NE(statuses[1].ok(), statuses[2].ok());
-}
-
-// The rejected process has the same user, but is not in the group.
-TEST(PeersTest, RejectsAnUnexpectedProcess) {
-  const Listeners listeners(2);
-  Status statuses[2];
-  testing::ForEachRank(2, [&](int64_t p) {
-    Topology topology = listeners.TopologyOf(p);
-    if (p == 0) topology.processes[1].pid = getppid();
-    std::unique_ptr<Peers> peers;
-    statuses[p] = Connect(listeners, topology, &peers, /*timeout_s=*/0.5);
-  });
-  EXPECT_EQ(Code::kDeadlineExceeded, statuses[0].code());
-  EXPECT_EQ(Code::kUnavailable, statuses[1].code());
 }
 
 }  // namespace

@@ -4,9 +4,8 @@
 //
 // A segment is an anonymous memfd, without a name that could be left behind or
 // guessed. Only this user may open it (mode 0600), and peers can map it only
-// for reading. Its size is sealed, so that no peer can cause a SIGBUS (see the
-// threat model in handshake.h). The kernel frees a segment with its last
-// mapping, however a process ends.
+// for reading. Its size is sealed, so that no peer can cause a SIGBUS. The
+// kernel frees a segment with its last mapping, however a process ends.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_SEGMENT_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_SEGMENT_H_
