@@ -87,7 +87,7 @@ class ExchangeTest : public ::testing::Test {
     Status status;
     int32_t sum = 0;
   };
-  std::future<Result> Post(int64_t run_id) {
+  std::future<Result> Post(int64_t run_id, uint64_t site_id = 0) {
     struct State {
       Site site = {};
       int32_t ints[kInts] = {1, 1};
@@ -95,6 +95,7 @@ class ExchangeTest : public ::testing::Test {
       std::promise<Result> result;
     };
     auto state = std::make_shared<State>();
+    state->site.id = site_id;
     Contribution c;
     c.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
     c.signature[Signature::kFirstBytes] = sizeof(state->ints);
@@ -234,6 +235,14 @@ TEST_F(LateTest, TheErrorNamesAMissingRankAndItsLastOp) {
   ExpectError(Code::kDeadlineExceeded,
               "rank 1 (process 1) whose last op was ep_dispatch(layer \"\")",
               Post(8));
+}
+
+// The fingerprints of two programs are nearer than Launches can tell apart.
+TEST_F(LateTest, ALaunchTakenForAnotherProgramIsAnError) {
+  std::future<Result> other = Post(1000, /*site_id=*/5);
+  AllPeersPost(1005, 10);  // their run id of the launch below
+  ExpectError(Code::kDeadlineExceeded, "the same op: in another iteration",
+              Post(int64_t{1} << 40));
 }
 
 // Only the process of the first waiting rank warns, and only once.

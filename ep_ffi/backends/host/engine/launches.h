@@ -68,7 +68,8 @@ class Launches {
 
   // Processes are never this many launches apart: JAX itself hangs with about
   // 50 launches in flight. Only one pair of programs in two million has
-  // fingerprints nearer than this bound.
+  // fingerprints nearer than this bound. If such a pair has other fingerprints
+  // on a peer, the op fails on every rank after timeout_s.
   static constexpr int64_t kNear = 1 << 10;
   static bool AreNear(int64_t a, int64_t b) {
     const int64_t distance = Difference(a, b);
