@@ -11,15 +11,15 @@ def ep_cc_library(name, srcs = None, hdrs = None, copts = EP_COPTS, **kwargs):
 
     Args:
       name: The name of the library.
-      srcs: The sources. Without srcs and hdrs, the library is <name>.cc and
-        <name>.h, of which one may be absent.
+      srcs: The sources. Without srcs and hdrs, the library has all files of the
+        folder but tests.
       hdrs: The headers.
       copts: The options of the compiler.
       **kwargs: passed on to cc_library.
     """
     if not srcs and not hdrs:
-        srcs = native.glob([name + ".cc"], allow_empty = True)
-        hdrs = native.glob([name + ".h"], allow_empty = True)
+        srcs = native.glob(["*.cc"], exclude = ["*_test.cc"])
+        hdrs = native.glob(["*.h"])
     cc_library(
         name = name,
         srcs = srcs,

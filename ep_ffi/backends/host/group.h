@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "ep_ffi/backends/host/engine/exchange.h"
-#include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/fd.h"
+#include "ep_ffi/backends/host/transport/topology.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/plan.h"

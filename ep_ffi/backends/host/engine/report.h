@@ -13,7 +13,7 @@
 
 #include "ep_ffi/backends/host/engine/launches.h"
 #include "ep_ffi/backends/host/engine/pending.h"
-#include "ep_ffi/backends/host/topology.h"
+#include "ep_ffi/backends/host/transport/topology.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/fd.h"
+#include "ep_ffi/backends/host/transport/topology.h"
 
 namespace ep::host {
 

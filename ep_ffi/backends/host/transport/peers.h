@@ -28,10 +28,10 @@
 #include <thread>
 #include <vector>
 
-#include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/backends/host/transport/segment.h"
+#include "ep_ffi/backends/host/transport/topology.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {

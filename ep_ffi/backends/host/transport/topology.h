@@ -4,8 +4,8 @@
 // EP domains of P ranks. A rank is one device. A process may have any number of
 // ranks of any domain.
 
-#ifndef EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
-#define EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
+#ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_TOPOLOGY_H_
+#define EP_FFI_BACKENDS_HOST_TRANSPORT_TOPOLOGY_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -91,4 +91,4 @@ struct Topology {
 
 }  // namespace ep::host
 
-#endif  // EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
+#endif  // EP_FFI_BACKENDS_HOST_TRANSPORT_TOPOLOGY_H_
