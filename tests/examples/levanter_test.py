@@ -16,7 +16,7 @@ import pytest
 import ep
 
 grug_moe = pytest.importorskip("levanter.grug.grug_moe")
-levanter = pytest.importorskip("recipes.levanter")
+levanter_moe = pytest.importorskip("recipes.levanter_moe")
 
 T, H, F, E, K = 32, 8, 12, 8, 2
 DATA, EP = 2, 2
@@ -101,7 +101,7 @@ def test_moe_mlp_is_a_dense_computation(monkeypatch, factor, padded):
     ) as group,
   ):
     monkeypatch.setattr(
-      grug_moe, "_moe_mlp_ep_ragged_a2a_local", levanter.replacement(group)
+      grug_moe, "_moe_mlp_ep_ragged_a2a_local", levanter_moe.replacement(group)
     )
     y, back, counts = jax.vjp(through_ep, x, *matrices, weights, has_aux=True)
     grads = jax.block_until_ready(back(cotangent_))
@@ -115,7 +115,7 @@ def test_moe_mlp_is_a_dense_computation(monkeypatch, factor, padded):
 
 
 def test_replacement_refuses_other_arguments(monkeypatch):
-  function = levanter.ragged._accepted_assignments
-  monkeypatch.setitem(levanter._ARGUMENTS, function, "flat_selected")
+  function = levanter_moe.ragged._accepted_assignments
+  monkeypatch.setitem(levanter_moe._ARGUMENTS, function, "flat_selected")
   with pytest.raises(TypeError, match="_accepted_assignments has the arg"):
-    levanter.replacement(None)
+    levanter_moe.replacement(None)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recipes import maxtext as recipe
+from recipes import maxtext_moe as recipe
 
 if "MAXTEXT" not in os.environ:
   pytest.skip("MAXTEXT is not set", allow_module_level=True)

@@ -5,7 +5,7 @@
 
     group = ep.ep_bootstrap(
         mesh, axis_name="expert", data_axes=("data",), num_experts=num_experts)
-    grug_moe._moe_mlp_ep_ragged_a2a_local = levanter.replacement(group)
+    grug_moe._moe_mlp_ep_ragged_a2a_local = levanter_moe.replacement(group)
 
 Then `moe_mlp(..., implementation="ragged_all_to_all")` uses ep. Levanter's
 functions choose the assignments that fit the capacity, so the drops are those

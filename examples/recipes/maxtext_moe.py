@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints a diff that lets MaxText exchange tokens with ep.
 
-    python examples/recipes/maxtext.py CHECKOUT | git -C CHECKOUT apply
+    python examples/recipes/maxtext_moe.py CHECKOUT | git -C CHECKOUT apply
 
 Then MaxText's new option `jax_ep_backend` selects the exchange: "host" on CPUs
 or "xla" on other devices, and "" for MaxText's own `ragged_all_to_all`.
