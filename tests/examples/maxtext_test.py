@@ -111,16 +111,18 @@ def maxtext(tmp_path_factory):
   sys.path.insert(0, str(folder / "src"))
   sys.meta_path.append(_StubFinder)
   from maxtext.configs import pyconfig
-  from maxtext.layers import initializers, moe
+  from maxtext.layers import initializers, moe, quantizations
   from maxtext.models import models
-  from maxtext.utils import maxtext_utils
+  from maxtext.utils import max_utils, maxtext_utils
 
   return types.SimpleNamespace(
     base=folder / "src/maxtext/configs/base.yml",
     initializers=initializers,
+    max_utils=max_utils,
     models=models,
     moe=moe,
     pyconfig=pyconfig,
+    quantizations=quantizations,
     utils=maxtext_utils,
   )
 
@@ -172,6 +174,7 @@ def _run(maxtext, x, input_ids=None, is_hash_routing=False, **fields):
     intermediate_dim=F,
     dtype=config.dtype,
     weight_dtype=config.weight_dtype,
+    quant=maxtext.quantizations.configure_quantization(config),
     rngs=nnx.Rngs(0),
     is_hash_routing=is_hash_routing,
   )
@@ -309,6 +312,63 @@ def test_the_option_refuses_other_paths(maxtext, fields):
     _config(
       maxtext, model_name="mixtral-8x7b", **fields, **_MESHES["ep"], **_EP
     )
+
+
+@pytest.fixture
+def run_te(maxtext, monkeypatch):
+  """Yields a function like `_run` for MaxText's block of TransformerEngine.
+
+  MaxText connects one device of each process. Here, a process has all devices.
+  """
+  if not hasattr(maxtext.max_utils, "maybe_bootstrap_te_moe"):
+    pytest.skip("this release of MaxText does not call TransformerEngine")
+  folder = pathlib.Path(recipe.__file__).parent
+  monkeypatch.syspath_prepend(folder)
+  from transformer_engine.jax import ep as te_ep
+
+  counts = dict(local_device_count=lambda: 1, process_count=jax.device_count)
+  others = dict(process_index=jax.process_index, set_mesh=jax.set_mesh)
+
+  def run(x, **fields):
+    fields |= dict(te_moe_block=True, quantization="te_no_quant", **_PREFUSED)
+    config = _config(maxtext, te_gmm_quantization="te_no_quant", **fields)
+    with monkeypatch.context() as m:
+      m.setattr(
+        maxtext.max_utils, "jax", types.SimpleNamespace(**counts, **others)
+      )
+      maxtext.max_utils.maybe_bootstrap_te_moe(
+        config, _mesh(maxtext, config), {"inputs": x[..., 0]}
+      )
+    fields |= dict(te_gmm_quantization="te_no_quant")
+    return _run(maxtext, x, **fields)
+
+  yield run
+  te_ep.ep_finalize()
+  maxtext.max_utils._te_moe_bootstrap_signature = None
+
+
+_PREFUSED = dict(prefuse_moe_weights=True, gradient_accumulation_steps=1)
+
+
+@pytest.mark.parametrize("mesh", ["ep", "ep_fsdp"])
+@pytest.mark.parametrize("model", ["mixtral", "deepseek3"])
+def test_transformer_engine_block(maxtext, run_te, model, mesh):
+  # TransformerEngine adds the K / 2 best scores of a group, and MaxText two.
+  options = dict(routed_bias_update_rate=0.0, num_experts_per_tok=4)
+  fields = _MODELS[model] | _MESHES[mesh] | options
+  x = _x(8)
+  got = run_te(x, **fields)
+  _check(got, _run(maxtext, x, **fields, **_PREFUSED, **_DENSE))
+  (_, _, (total, capacity)), _ = got
+  assert 0 < total.max() <= capacity
+
+
+def test_transformer_engine_block_reports_drops(run_te):
+  x = _x(8, 250)
+  fields = dict(model_name="mixtral-8x7b", per_device_batch_size=2)
+  fields |= dict(ragged_buffer_factor=1.0)
+  (y, _, (total, capacity)), _ = run_te(x, **fields, **_MESHES["ep"])
+  assert np.isfinite(y).all() and total.max() > capacity
 
 
 @pytest.mark.parametrize("model", ["mixtral", "deepseek3"])

@@ -119,6 +119,8 @@ def moe(
   layer = ep.EpLayerConfig(group, k, _ALIGN_SIZE, capacity)
 
   logits = (x @ gate_kernel.astype(x.dtype)).astype(jnp.float32)
+  rounding = jnp.finfo(x.dtype)  # XLA might leave it out
+  logits = lax.reduce_precision(logits, rounding.nexp, rounding.nmant)
   score = getattr(score_function, "name", score_function).lower()
   scores = order = _SCORES[score](logits)
   is_late_softmax = score == "softmax" and not use_pre_softmax
