@@ -51,7 +51,7 @@ def replacement(group: ep.EpGroup) -> Callable[..., tuple]:
     if arguments != known:
       raise TypeError(
         f"Levanter's {function.__name__} has the arguments ({arguments}), but"
-        f" this recipe knows ({known}). docs/howto/other_frameworks.md names"
+        f" this recipe knows ({known}). docs/howto/replace.md names"
         " the version of Levanter that the recipe was tested with."
       )
   return functools.partial(_moe_mlp, group)

@@ -126,7 +126,7 @@ def _only(found: list[Any], what: str) -> Any:
   if len(found) != 1:
     raise ValueError(
       f"MaxText's code has {len(found)} places with {what}, but this program"
-      " needs exactly one. docs/howto/other_frameworks.md names the releases of"
+      " needs exactly one. docs/howto/replace.md names the releases of"
       " MaxText that it was tested with."
     )
   return found[0]

@@ -3,7 +3,7 @@
 
 Like Levanter's test of its backends, compares values and gradients with a dense
 computation, and checks the counts of drops and padding. CI does not run this
-test, because it needs `marin-levanter`; see docs/howto/other_frameworks.md.
+test, because it needs `marin-levanter`; see docs/howto/replace.md.
 """
 
 import jax

@@ -2,7 +2,7 @@
 """Tests MaxText with ep's exchange and matmul against MaxText's dense path.
 
 CI does not run this test, because it needs a checkout of MaxText and packages
-that MaxText imports; see docs/howto/other_frameworks.md. The test changes a
+that MaxText imports; see docs/howto/replace.md. The test changes a
 copy of the checkout, and replaces packages that the layers do not use.
 """
 

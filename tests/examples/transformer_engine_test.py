@@ -3,7 +3,7 @@
 
 A dense float64 model follows TransformerEngine's contract: the order in which
 experts are chosen, their weights, and what those multiply. For
-TransformerEngine's own tests, see docs/howto/other_frameworks.md.
+TransformerEngine's own tests, see docs/howto/replace.md.
 """
 
 import importlib
@@ -199,6 +199,14 @@ def test_the_exchange(ranks):
     )
     return y, (counts, total)
 
+  def of_rows(*arrays):
+    return ep.ep_dispatch(cfg, *arrays, CAPACITY)[0]
+
+  def on_ranks(f):
+    spec = P(("fsdp", "ep"))
+    mesh = ep.bootstrapped().mesh
+    return jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+
   @jax.jit
   def with_gradient(x):
     y, back, others = jax.vjp(run, x, has_aux=True)
@@ -212,6 +220,10 @@ def test_the_exchange(ranks):
   np.testing.assert_allclose(y, factors * x, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(grad, factors * y, rtol=1e-5, atol=1e-5)
   assert (counts % 16 == 0).all() and (counts.sum(-1) == total[:, 0]).all()
+  rows = [  # with the arrays of all ranks, and inside shard_map
+    f(topk_idx, x, topk_weights) for f in (of_rows, on_ranks(of_rows))
+  ]
+  np.testing.assert_array_equal(rows[0].reshape(-1, H), rows[1])
   with refused(f"= 128, but ep_bootstrap got {CAPACITY}"):
     run(x, capacity=128)
   with refused(f"num_local_tokens = {B * S}, but the dispatched tokens are"):

@@ -7,7 +7,7 @@ runs a program of `transformer_engine.jax.ep` or `transformer_engine.jax.moe` on
 any device, in float32, bfloat16 or float16. If TransformerEngine is installed,
 `import transformer_engine` imports TransformerEngine instead of this package.
 
-The package has the names that docs/howto/other_frameworks.md lists, with
+The package has the names that docs/howto/replace.md lists, with
 TransformerEngine's arguments, results and rounding. Rows are not quantized.
 """
 
