@@ -314,40 +314,38 @@ def test_the_option_refuses_other_paths(maxtext, fields):
     )
 
 
+_PREFUSED = dict(prefuse_moe_weights=True)
+_TE = dict(
+  **dict(te_moe_block=True, quantization="te_no_quant"),
+  **dict(te_gmm_quantization="te_no_quant", per_device_batch_size=2),
+)
+
+
 @pytest.fixture
 def run_te(maxtext, monkeypatch):
-  """Yields a function like `_run` for MaxText's block of TransformerEngine.
-
-  MaxText connects one device of each process. Here, a process has all devices.
-  """
-  if not hasattr(maxtext.max_utils, "maybe_bootstrap_te_moe"):
+  """Yields `_run` for MaxText's block of TransformerEngine."""
+  max_utils = maxtext.max_utils
+  if not hasattr(max_utils, "maybe_bootstrap_te_moe"):
     pytest.skip("this release of MaxText does not call TransformerEngine")
-  folder = pathlib.Path(recipe.__file__).parent
-  monkeypatch.syspath_prepend(folder)
+  monkeypatch.syspath_prepend(pathlib.Path(recipe.__file__).parent)
   from transformer_engine.jax import ep as te_ep
 
-  counts = dict(local_device_count=lambda: 1, process_count=jax.device_count)
-  others = dict(process_index=jax.process_index, set_mesh=jax.set_mesh)
+  # MaxText wants one device per process. Here, a process has all devices.
+  fake = dict(local_device_count=lambda: 1, process_count=jax.device_count)
+  fake |= dict(process_index=jax.process_index, set_mesh=jax.set_mesh)
 
   def run(x, **fields):
-    fields |= dict(te_moe_block=True, quantization="te_no_quant", **_PREFUSED)
-    config = _config(maxtext, te_gmm_quantization="te_no_quant", **fields)
-    with monkeypatch.context() as m:
-      m.setattr(
-        maxtext.max_utils, "jax", types.SimpleNamespace(**counts, **others)
-      )
-      maxtext.max_utils.maybe_bootstrap_te_moe(
-        config, _mesh(maxtext, config), {"inputs": x[..., 0]}
-      )
-    fields |= dict(te_gmm_quantization="te_no_quant")
+    fields |= _TE | _PREFUSED
+    config = _config(maxtext, **fields)
+    with monkeypatch.context() as patch:
+      patch.setattr(max_utils, "jax", types.SimpleNamespace(**fake))
+      batch = {"inputs": x[..., 0]}
+      max_utils.maybe_bootstrap_te_moe(config, _mesh(maxtext, config), batch)
     return _run(maxtext, x, **fields)
 
   yield run
   te_ep.ep_finalize()
-  maxtext.max_utils._te_moe_bootstrap_signature = None
-
-
-_PREFUSED = dict(prefuse_moe_weights=True, gradient_accumulation_steps=1)
+  max_utils._te_moe_bootstrap_signature = None
 
 
 @pytest.mark.parametrize("mesh", ["ep", "ep_fsdp"])
@@ -364,10 +362,9 @@ def test_transformer_engine_block(maxtext, run_te, model, mesh):
 
 
 def test_transformer_engine_block_reports_drops(run_te):
-  x = _x(8, 250)
-  fields = dict(model_name="mixtral-8x7b", per_device_batch_size=2)
-  fields |= dict(ragged_buffer_factor=1.0)
-  (y, _, (total, capacity)), _ = run_te(x, **fields, **_MESHES["ep"])
+  fields = dict(model_name="mixtral-8x7b", ragged_buffer_factor=1.0)
+  results, _ = run_te(_x(8, 250), **fields, **_MESHES["ep"])
+  y, _, (total, capacity) = results
   assert np.isfinite(y).all() and total.max() > capacity
 
 

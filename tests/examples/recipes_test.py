@@ -157,21 +157,6 @@ def test_flax_variables_carry_their_shardings(moe):
   jax.tree.map(check, state, nnx.get_named_sharding(state, mesh))
 
 
-def test_an_equinox_module_maps_over_sequences(moe, x):
-  """`jax.vmap` over sequences, as in Equinox models, gives the same results."""
-  make = eqx.nn.make_with_state(equinox_moe.MoE)
-  model, state = make(moe, key=jax.random.key(0))
-
-  @eqx.filter_jit
-  def both(x, state, same_state):
-    mapped = jax.vmap(model, in_axes=(0, None), out_axes=(0, None, None))
-    return model(x, state), mapped(x.reshape(16, 4, -1), same_state)
-
-  (want_y, want, _), (y, got, _) = both(x, state, state)
-  np.testing.assert_array_equal(y.reshape(x.shape), want_y)
-  np.testing.assert_array_equal(got.load, want.load)
-
-
 # The names in MaxText that the recipe uses.
 _MOE = """
 class RouteMetadata:
