@@ -6,6 +6,7 @@ experts are chosen, their weights, and what those multiply. For
 TransformerEngine's own tests, see docs/howto/replace.md.
 """
 
+import functools
 import importlib
 import pathlib
 import sys
@@ -175,7 +176,9 @@ def test_drops_are_reported():
   bootstrap(drop_on_overflow=True, **sizes)
   params = draw()
   params["x"] = np.tile(params["x"], (1, 200 // TOKENS, 1))
-  y, _, total = run_moe(params, recv_capacity_per_rank=capacity)
+  y, _, total = jax.block_until_ready(
+    run_moe(params, recv_capacity_per_rank=capacity)
+  )
   ep.ep_finalize()
   assert np.isfinite(y).all() and total.max() > capacity
 
@@ -224,9 +227,9 @@ def test_the_exchange(ranks):
     inside(*arrays), received(*arrays).reshape(-1, H)
   )
   with refused(f"= 128, but ep_bootstrap got {CAPACITY}"):
-    run(x, capacity=128)
+    jax.eval_shape(functools.partial(run, capacity=128), x)
   with refused(f"num_local_tokens = {B * S}, but the dispatched tokens are"):
-    run(x, shape=B * S)
+    jax.eval_shape(functools.partial(run, shape=B * S), x)
 
 
 def test_a_capacity_holds_any_or_a_multiple_of_an_even_load():
