@@ -31,7 +31,7 @@ except AttributeError as e:
 for path in sorted(pathlib.Path("examples/recipes").glob("*.py")):
   if fault and "from flax" in path.read_text():
     print(path.name, "was not imported: flax fails itself:", fault)
-  elif path.stem == "levanter" and not importlib.util.find_spec("levanter"):
+  elif path.stem == "levanter_moe" and not importlib.util.find_spec("levanter"):
     print(path.name, "was not imported: Levanter is not installed")
   else:
     runpy.run_path(str(path))

@@ -42,7 +42,7 @@ _ELSEWHERE = {
 _CONTENTS = """
 Start: use install tutorial choices
 How to: howto/train howto/whole_model howto/finetune howto/decode \
-howto/clusters howto/failures howto/other_frameworks \
+howto/clusters howto/failures howto/replace \
 howto/router_replay howto/without_accelerators howto/test_a_transport
 The layer: moe router sharp_bits errors
 Reference: reference/ep reference/moe reference/presets reference/launch \

@@ -2,7 +2,7 @@
 """Tests MaxText with ep's exchange and matmul against MaxText's dense path.
 
 CI does not run this test, because it needs a checkout of MaxText and packages
-that MaxText imports; see docs/howto/other_frameworks.md. The test changes a
+that MaxText imports; see docs/howto/replace.md. The test changes a
 copy of the checkout, and replaces packages that the layers do not use.
 """
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recipes import maxtext as recipe
+from recipes import maxtext_moe as recipe
 
 if "MAXTEXT" not in os.environ:
   pytest.skip("MAXTEXT is not set", allow_module_level=True)
@@ -111,16 +111,18 @@ def maxtext(tmp_path_factory):
   sys.path.insert(0, str(folder / "src"))
   sys.meta_path.append(_StubFinder)
   from maxtext.configs import pyconfig
-  from maxtext.layers import initializers, moe
+  from maxtext.layers import initializers, moe, quantizations
   from maxtext.models import models
-  from maxtext.utils import maxtext_utils
+  from maxtext.utils import max_utils, maxtext_utils
 
   return types.SimpleNamespace(
     base=folder / "src/maxtext/configs/base.yml",
     initializers=initializers,
+    max_utils=max_utils,
     models=models,
     moe=moe,
     pyconfig=pyconfig,
+    quantizations=quantizations,
     utils=maxtext_utils,
   )
 
@@ -172,6 +174,7 @@ def _run(maxtext, x, input_ids=None, is_hash_routing=False, **fields):
     intermediate_dim=F,
     dtype=config.dtype,
     weight_dtype=config.weight_dtype,
+    quant=maxtext.quantizations.configure_quantization(config),
     rngs=nnx.Rngs(0),
     is_hash_routing=is_hash_routing,
   )
@@ -309,6 +312,60 @@ def test_the_option_refuses_other_paths(maxtext, fields):
     _config(
       maxtext, model_name="mixtral-8x7b", **fields, **_MESHES["ep"], **_EP
     )
+
+
+_PREFUSED = dict(prefuse_moe_weights=True)
+_TE = dict(
+  **dict(te_moe_block=True, quantization="te_no_quant"),
+  **dict(te_gmm_quantization="te_no_quant", per_device_batch_size=2),
+)
+
+
+@pytest.fixture
+def run_te(maxtext, monkeypatch):
+  """Yields `_run` for MaxText's block of TransformerEngine."""
+  max_utils = maxtext.max_utils
+  if not hasattr(max_utils, "maybe_bootstrap_te_moe"):
+    pytest.skip("this release of MaxText does not call TransformerEngine")
+  monkeypatch.syspath_prepend(pathlib.Path(recipe.__file__).parent)
+  from transformer_engine.jax import ep as te_ep
+
+  # MaxText wants one device per process. Here, a process has all devices.
+  fake = dict(local_device_count=lambda: 1, process_count=jax.device_count)
+  fake |= dict(process_index=jax.process_index, set_mesh=jax.set_mesh)
+
+  def run(x, **fields):
+    fields |= _TE | _PREFUSED
+    config = _config(maxtext, **fields)
+    with monkeypatch.context() as patch:
+      patch.setattr(max_utils, "jax", types.SimpleNamespace(**fake))
+      batch = {"inputs": x[..., 0]}
+      max_utils.maybe_bootstrap_te_moe(config, _mesh(maxtext, config), batch)
+    return _run(maxtext, x, **fields)
+
+  yield run
+  te_ep.ep_finalize()
+  max_utils._te_moe_bootstrap_signature = None
+
+
+@pytest.mark.parametrize("mesh", ["ep", "ep_fsdp"])
+@pytest.mark.parametrize("model", ["mixtral", "deepseek3"])
+def test_transformer_engine_block(maxtext, run_te, model, mesh):
+  # TransformerEngine adds the K / 2 best scores of a group, and MaxText two.
+  options = dict(routed_bias_update_rate=0.0, num_experts_per_tok=4)
+  fields = _MODELS[model] | _MESHES[mesh] | options
+  x = _x(8)
+  got = run_te(x, **fields)
+  _check(got, _run(maxtext, x, **fields, **_PREFUSED, **_DENSE))
+  (_, _, (total, capacity)), _ = got
+  assert 0 < total.max() <= capacity
+
+
+def test_transformer_engine_block_reports_drops(run_te):
+  fields = dict(model_name="mixtral-8x7b", ragged_buffer_factor=1.0)
+  results, _ = run_te(_x(8, 250), **fields, **_MESHES["ep"])
+  y, _, (total, capacity) = results
+  assert np.isfinite(y).all() and total.max() > capacity
 
 
 @pytest.mark.parametrize("model", ["mixtral", "deepseek3"])

@@ -5,7 +5,7 @@
 
     group = ep.ep_bootstrap(
         mesh, axis_name="expert", data_axes=("data",), num_experts=num_experts)
-    grug_moe._moe_mlp_ep_ragged_a2a_local = levanter.replacement(group)
+    grug_moe._moe_mlp_ep_ragged_a2a_local = levanter_moe.replacement(group)
 
 Then `moe_mlp(..., implementation="ragged_all_to_all")` uses ep. Levanter's
 functions choose the assignments that fit the capacity, so the drops are those
@@ -51,7 +51,7 @@ def replacement(group: ep.EpGroup) -> Callable[..., tuple]:
     if arguments != known:
       raise TypeError(
         f"Levanter's {function.__name__} has the arguments ({arguments}), but"
-        f" this recipe knows ({known}). docs/howto/other_frameworks.md names"
+        f" this recipe knows ({known}). docs/howto/replace.md names"
         " the version of Levanter that the recipe was tested with."
       )
   return functools.partial(_moe_mlp, group)
@@ -85,7 +85,10 @@ def _moe_mlp(
   is_used = jnp.broadcast_to(is_valid[:, None], topk_idx.shape)
   used_idx = jnp.where(is_used, topk_idx, num_experts)
   is_kept = _accepted(layer, used_idx, capacity_factor)
-  handle = ep.ep_prepare(layer, jnp.where(is_kept, topk_idx, -1))
+  topk_idx, topk_weights = _merged(
+    jnp.where(is_kept, topk_idx, -1), topk_weights
+  )
+  handle = ep.ep_prepare(layer, topk_idx)
   rows, row_weights = ep.ep_dispatch(handle, x, topk_weights)
   both = ep.grouped_matmul(rows, w13, handle.group_sizes)
   gate, up = jnp.split(both, 2, axis=-1)
@@ -93,6 +96,19 @@ def _moe_mlp(
   y = ep.ep_combine(handle, out, weights=row_weights)
   dropped = lax.psum(jnp.sum(is_used & ~is_kept), token_sharding_axes)
   return y, common.CapacityDrops(dropped, jnp.zeros_like(dropped))
+
+
+def _merged(
+  topk_idx: jax.Array, topk_weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Makes one choice of a token's choices of one expert, and adds the weights.
+
+  Levanter may choose an expert twice for a token, which ep refuses.
+  """
+  is_same = topk_idx[:, :, None] == topk_idx[:, None, :]
+  is_first = is_same.argmax(axis=2) == jnp.arange(topk_idx.shape[1])
+  weights = jnp.sum(is_same * topk_weights[:, None, :], axis=2)
+  return jnp.where(is_first, topk_idx, -1), weights
 
 
 def _accepted(

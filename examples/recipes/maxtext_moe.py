@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints a diff that lets MaxText exchange tokens with ep.
 
-    python examples/recipes/maxtext.py CHECKOUT | git -C CHECKOUT apply
+    python examples/recipes/maxtext_moe.py CHECKOUT | git -C CHECKOUT apply
 
 Then MaxText's new option `jax_ep_backend` selects the exchange: "host" on CPUs
 or "xla" on other devices, and "" for MaxText's own `ragged_all_to_all`.
@@ -126,7 +126,7 @@ def _only(found: list[Any], what: str) -> Any:
   if len(found) != 1:
     raise ValueError(
       f"MaxText's code has {len(found)} places with {what}, but this program"
-      " needs exactly one. docs/howto/other_frameworks.md names the releases of"
+      " needs exactly one. docs/howto/replace.md names the releases of"
       " MaxText that it was tested with."
     )
   return found[0]
