@@ -16,14 +16,6 @@ import time
 
 import programs
 
-# Runs `ep.launch` without ep/__init__.py, because importing JAX takes a second.
-_LAUNCHER = """
-from importlib.util import find_spec, module_from_spec
-import sys
-sys.modules["ep"] = module_from_spec(find_spec("ep"))
-from ep.launch._command import main
-sys.exit(main(sys.argv[1:]))
-"""
 _REPORT = re.compile(
   r"rank (\d+) (?:failed with exit code (\d+)|was killed by signal (\d+)"
   r"|(was still running))"
@@ -51,14 +43,11 @@ class Job:
     self.folder, self.ranks = folder, range(ranks)
     self._temporary = folder / "tmp"
     self._temporary.mkdir()
+    # They name the job's folder, in which its ranks meet.
+    self.variables = dict(TMPDIR=str(self._temporary), PYTHONUNBUFFERED="1")
 
   def log(self, rank):
     return (self.folder / f"rank_{rank}.log").read_text(errors="replace")
-
-  def environment(self, **variables):
-    """Returns variables that name the job's folder, where its ranks meet."""
-    own = dict(TMPDIR=str(self._temporary), PYTHONUNBUFFERED="1")
-    return programs.environment(**own, **variables)
 
   def processes(self):
     """Returns the living processes with the job's variables."""
@@ -84,9 +73,9 @@ class Launched(Job):
     flags = [f"--{name}={value}" for name, value in options.items()]
     self._output = folder / "output"
     with self._output.open("wb") as output:
-      self.launcher = subprocess.Popen(
-        [sys.executable, "-c", _LAUNCHER, *flags, *map(str, argv)],
-        env=self.environment(**(env or {})),
+      self.launcher = programs.start_launcher(
+        *(*flags, *argv),
+        env=self.variables | (env or {}),
         stdout=output,
         stderr=subprocess.STDOUT,
       )
@@ -121,13 +110,13 @@ class Plain(Job):
     address = f"{hosts[0].address}:{programs.free_port()}"
     self._ranks = []
     for rank, host in enumerate(hosts):
-      variables = self.environment(
+      variables = programs.environment(
         JAX_PLATFORMS="cpu",
         XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
         JAX_COORDINATOR_ADDRESS=address,
         JAX_NUM_PROCESSES=str(len(hosts)),
         JAX_PROCESS_ID=str(rank),
-        **(env or {}),
+        **(self.variables | (env or {})),
       )
       with (folder / f"rank_{rank}.log").open("wb") as log:
         options = dict(env=variables, stdout=log, stderr=log)

@@ -141,6 +141,17 @@ def initialize():
   launch.initialize()  # Later calls do nothing.
 
 
+def load_library():
+  """Joins the other ranks, and loads the library before JAX makes devices."""
+  import jax
+
+  initialize()
+  from ep._src.native import ffi
+
+  assert not jax._src.xla_bridge.backends_are_initialized()
+  ffi.library("host")
+
+
 @functools.cache
 def world():
   """Returns the modules that a rank with groups needs."""

@@ -128,9 +128,9 @@ DEATHS = {
   ),
   "rank 0, and no other rank awaits another": Job(
     [
-      "initialize(); die('KILL')",
-      "initialize(); wait_for_death(); raise ValueError('no data')",
-      "initialize(); wait_for_death(); time.sleep(1); print('alive')",
+      "load_library(); die('KILL')",
+      "load_library(); wait_for_death(); raise ValueError('no data')",
+      "load_library(); wait_for_death(); time.sleep(1); print('alive')",
     ],
     codes=[-9, 1, 0],
     code=128 + 9,
