@@ -22,10 +22,11 @@ _REPORT = re.compile(
 )
 
 
-def wait_until(holds, seconds=60):
+def wait_until(holds, seconds=60, what=lambda: "waited in vain"):
+  """Waits until `holds` returns true; `what` describes the failure to wait."""
   deadline = time.monotonic() + seconds
   while not holds():
-    assert time.monotonic() < deadline, "waited in vain"
+    assert time.monotonic() < deadline, what()
     time.sleep(0.02)
 
 
@@ -102,27 +103,34 @@ class Launched(Job):
     return [*codes.values()]
 
 
-class Plain(Job):
-  """Ranks that start on `hosts`, one rank on each, without a launcher."""
+def of_launch(hosts):
+  """Returns a function of a rank: the variables that `ep.launch` documents."""
+  address = f"{hosts[0].address}:{programs.free_port()}"
+  return lambda rank: dict(
+    JAX_COORDINATOR_ADDRESS=address,
+    JAX_NUM_PROCESSES=str(len(hosts)),
+    JAX_PROCESS_ID=str(rank),
+  )
 
-  def __init__(self, folder, *argv, hosts, devices=1, env=None):
+
+class Plain(Job):
+  """Ranks that start on `hosts`, one rank on each, without a launcher.
+
+  `of_rank` returns the variables that tell a rank of the other ones.
+  """
+
+  def __init__(self, folder, *argv, hosts, of_rank=None, devices=1, env=None):
     super().__init__(folder, len(hosts))
-    address = f"{hosts[0].address}:{programs.free_port()}"
+    count = f"--xla_force_host_platform_device_count={devices}"
+    env = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=count) | (env or {})
+    of_rank = of_rank or of_launch(hosts)
     self._ranks = []
     for rank, host in enumerate(hosts):
-      variables = programs.environment(
-        JAX_PLATFORMS="cpu",
-        XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
-        JAX_COORDINATOR_ADDRESS=address,
-        JAX_NUM_PROCESSES=str(len(hosts)),
-        JAX_PROCESS_ID=str(rank),
-        **(self.variables | (env or {})),
-      )
+      variables = env | self.variables | of_rank(rank)
       with (folder / f"rank_{rank}.log").open("wb") as log:
-        options = dict(env=variables, stdout=log, stderr=log)
-        self._ranks += [
-          host.start([sys.executable, *map(str, argv)], **options)
-        ]
+        options = dict(env=programs.environment(**variables), stdout=log)
+        words = [sys.executable, *map(str, argv)]
+        self._ranks.append(host.start(words, stderr=log, **options))
 
   def __getitem__(self, rank):
     return self._ranks[rank]

@@ -95,11 +95,12 @@ def main(folder, program, *causes):
       if IS_LATE:
         globals()[cause](pathlib.Path(folder) / cause)
       step()
-  with ep.watch(stall_s=STALL_S, exit_after_s=5):
+  with ep.watch(stall_s=STALL_S, exit_after_s=2):
     try:
       while True:
         step()
         print("stepped", flush=True)
+        time.sleep(0.1)
     except jax.errors.JaxRuntimeError:  # the other process ended
       time.sleep(600)
 
