@@ -8,7 +8,6 @@ Functions that need JAX import it: most jobs of the launcher have no use for it.
 import contextlib
 import faulthandler
 import functools
-import gc
 import glob
 import os
 import pathlib
@@ -22,6 +21,7 @@ RANK = int(os.environ["JAX_PROCESS_ID"])
 RANKS = int(os.environ["JAX_NUM_PROCESSES"])
 FOLDER = pathlib.Path(os.environ["TMPDIR"]).parent
 
+ALIVE = [*range(RANKS)]  # `death` removes ranks.
 LONG_S = 50.0  # A timeout_s that no job reaches.
 
 
@@ -50,6 +50,12 @@ def wait_until(holds):
 
 def wait_for(name, ranks=1):
   wait_until(lambda: len(notes(name)) >= ranks)
+
+
+def meet(name):
+  """Waits until all living ranks have come here."""
+  note(name)
+  wait_for(name, len(ALIVE))
 
 
 # --- Ends of this process ----------------------------------------------------
@@ -208,26 +214,25 @@ def forever(run):
     run()
 
 
-def prepare(timeout_s=LONG_S, launches=2):
-  """Returns a function that launches ep_prepare, without a wait at the last."""
+def prepare(**options):
+  """Returns a function that runs a compiled ep_prepare of a new group."""
   import jax
   import jax.numpy as jnp
 
   initialize()
   import ep
 
-  of_all, left = mesh(), [launches]
-  group = ep.ep_bootstrap(of_all, num_experts=RANKS, timeout_s=timeout_s)
+  of_all = mesh()
+  group = ep.ep_bootstrap(of_all, num_experts=RANKS, **options)
   layer = ep.EpLayerConfig(group, name="moe_3", top_k=1)
   rows = jax.NamedSharding(of_all, jax.P("ep"))
   ids = jax.device_put(jnp.zeros((4 * RANKS, 1), jnp.int32), rows)
   program = jax.jit(lambda ids: ep.ep_prepare(layer, ids).mem)
+  program = program.lower(ids).compile()
+  meet("compiled")
 
-  def run():
-    left[0] -= 1
-    out = program(ids)
-    note("launched")
-    return jax.block_until_ready(out) if left[0] else out
+  def run(layer=layer):  # It keeps the group open.
+    jax.block_until_ready(program(ids))
 
   return run
 
@@ -251,14 +256,16 @@ def sleep_on_device(seconds):
 
 
 def say_what_is_left():
-  """Bootstraps a group, and says at exit whether it is open."""
+  """Bootstraps a group, and says at exit whether it is open.
+
+  Python runs the exit handlers of JAX, which imports register, after those of
+  ep. It runs the finalizers last, because the first one is older.
+  """
   import atexit
   import weakref
 
-  global thing  # lives until Python clears this module
-  thing = lambda: 0  # noqa: E731  (It has weak references.)
-  weakref.finalize(thing, print, "finalizers")  # Python now runs these last
-  import jax  # noqa: F401  (It registers its exit handlers.)
+  weakref.finalize(say, print, "finalizers")
+  import jax  # noqa: F401
 
   atexit.register(lambda: print("group is open:", group.connection.is_open))
   initialize()
@@ -332,218 +339,91 @@ def psum(exit_after_s):
   os._exit(0)
 
 
-# --- Ends of a group on `host`, one after another ----------------------------
+# --- Ranks of `host` that go on after an end ----------------------------------
 
 
-class Ends:
-  """Ends in a job of ranks that go on with a new group after each end.
+def expect_error(event, function, *args):
+  import jax
 
-  Each method is an end, and all living ranks call it. They say their errors.
-  """
-
-  def __init__(self, timeout_s, exit_after_s):
-    self.timeout_s, self.exit_after_s = timeout_s, exit_after_s
-    self.ep, self.groups = world()
-    self.alive = list(range(RANKS))
-
-  def bootstrap(self, name, **options):
-    # 12 experts can be split evenly over any number of living ranks.
-    options = dict(num_experts=12, name=name, timeout_s=LONG_S) | options
-    return self.groups.bootstrap(mesh(self.alive), **options)
-
-  def layer(self, group):
-    """Returns a layer whose ep_prepare has no XLA collective before the op."""
-    options = dict(overflow="drop", drop_by="fair", recv_capacity_per_rank=29)
-    return self.ep.EpLayerConfig(group, name="moe_3", **options)
-
-  def meet(self, name):
-    note(name)
-    wait_for(name, len(self.alive))
-
-  def expect(self, event, function, *args, **options):
-    """Says the error of a function, whose results must not be ready."""
-    import jax
-
-    try:
-      jax.block_until_ready(function(*args, **options))
-    except (*self.ep.EpError, OSError) as e:
-      say(event, str(e))
-    else:
-      raise AssertionError(f"{event}: no error came")
-
-  def no_library(self, rank):
-    """One rank has no native library."""
-    event = "no library"
-    if rank == RANK:
-      os.environ["EP_FFI_LIBRARY_PATH"] = "nowhere.so"
-      say(event, "happens")
-    self.expect(event, self.bootstrap, event)
-    os.environ.pop("EP_FFI_LIBRARY_PATH", None)
-
-  def overflow(self):
-    """A process that goes on after a failure ignores `exit_after_s`."""
-    import jax
-    import numpy as np
-
-    from conftest import to_global
-
-    with self.bootstrap(
-      "overflow", top_k=1, exit_after_s=self.exit_after_s
-    ) as group:
-      layer = self.ep.EpLayerConfig(group, recv_capacity_per_rank=8)
-      program = jax.jit(lambda ids: self.ep.ep_prepare(layer, ids).mem)
-
-      def run(expert):
-        ids = np.full((20, 1), expert, np.int32)
-        ids = to_global(ids, group.mesh, self.groups.spec(layer))
-        jax.block_until_ready(program(ids))
-
-      run(-1)
-      say("overflow", "happens")
-      self.expect("overflow", run, 0)
-      run(-1)
-      time.sleep(2 * self.exit_after_s)
-      run(-1)
-
-  def prepare(self, group):
-    """Returns a compiled ep_prepare, so that all ranks run it together."""
-    import jax
-
-    from cases import Case
-
-    case = Case(self.layer(group))
-    ids, weights = case.put(case.topk_idx), case.put(case.weights())
-    program = jax.jit(lambda *x: self.ep.ep_prepare(case.layer, *x).mem)
-    program = program.lower(ids, weights).compile()
-    return lambda: jax.block_until_ready(program(ids, weights))
-
-  def stop(self, rank):
-    """A rank stops for longer than `timeout_s`; then all go on."""
-    with self.bootstrap("stop", timeout_s=self.timeout_s) as group:
-      run = self.prepare(group)
-      self.meet("compiled")
-      run()
-      if rank == RANK:
-        note("stops", str(os.getpid()))
-        say("stop", "happens")
-        os.kill(os.getpid(), signal.SIGSTOP)
-      self.expect("stop", run)
-      note("told")
-      if self.alive[0] == RANK:
-        wait_for("told", len(self.alive) - 1)
-        pid = pathlib.Path(*notes("stops")).read_text()
-        os.kill(int(pid), signal.SIGCONT)
-      wait_for("told", len(self.alive))
-      run()
-      self.meet("went_on")
-
-  def late(self, rank):
-    """A rank never arrives at an op, and is late for the next bootstrap."""
-    group = self.bootstrap("late", timeout_s=self.timeout_s)
-    run = self.prepare(group)
-    self.meet("in_time")
-    others = [r for r in self.alive if r != rank]
-    if rank == RANK:
-      say("late", "happens")
-      wait_for("lost", len(others))
-    else:
-      self.expect("late", run)
-      note("next")
-      wait_for("next", len(others))
-      if others[0] == RANK:
-        say("lost", "happens")
-    self.expect("lost", self.bootstrap, "lost", timeout_s=self.timeout_s)
-    note("lost")
-    with contextlib.suppress(self.ep.EpError):
-      self.ep.ep_finalize(group)
-
-  def death(self, rank, way, op, when):
-    """A rank dies before an op, or during it, while all others wait for it."""
-    event, name = (
-      f"{rank} {way} {op} {when}",
-      f"death_{RANKS - len(self.alive)}",
-    )
-    before = descriptors()
-
-    def arrive(at):
-      if at != op:
-        return
-      if rank != RANK:
-        return note(name)
-      wait_for(name, len(self.alive) - 1)
-      if when == "during":
-        time.sleep(0.3)  # Now the others wait for this rank.
-      die(way, event)
-
-    with contextlib.suppress(self.ep.EpError), self.bootstrap(name) as group:
-      step = Step(self.layer(group))
-      step.run(lambda op: None)
-      self.expect(event, step.run, arrive)
-    wait_until(lambda: gc.collect() or descriptors() == before)
-    self.alive.remove(rank)
-
-  def leave(self):
-    """Exits when all living ranks have come here.
-
-    Skips JAX's shutdown, which would wait for dead ranks.
-    """
-    with self.bootstrap("last") as group:
-      Step(self.layer(group)).run(lambda op: None)
-    self.meet("leaves")
-    os._exit(0)
+  ep, _ = world()
+  try:
+    jax.block_until_ready(function(*args))
+  except ep.EpError as e:
+    say(event, str(e))
+  else:
+    raise AssertionError(f"{event}: no error came")
 
 
-class Step:
-  """A step of three programs, whose result every rank knows."""
+def stop(rank, **options):
+  """A rank stops for longer than `timeout_s`; then all go on."""
+  run = prepare(**options)
+  run()
+  meet("stepped")
+  if rank == RANK:
+    note("pid", str(os.getpid()))
+    say("stop", "happens")
+    os.kill(os.getpid(), signal.SIGSTOP)
+  expect_error("stop", run)
+  note("told")
+  if rank != RANK:
+    wait_for("told", RANKS - 1)
+    os.kill(int(pathlib.Path(*notes("pid")).read_text()), signal.SIGCONT)
+  meet("told")
+  run()
+  time.sleep(2 * options["exit_after_s"])  # It ends no process that goes on.
+  run()
+  meet("went_on")
 
-  def __init__(self, layer):
-    import jax
 
-    from cases import Case
+def step(name, arrive=lambda op: None):
+  """Runs a step in a new group; calls `arrive` with each op before it."""
+  import jax
 
-    ep, _ = world()
-    self.case = Case(layer)
-    self.tokens, self.weights = self.case.tokens(), self.case.weights()
-    self.prepare = jax.jit(lambda *x: ep.ep_prepare(layer, *x))
-    self.dispatch, self.combine = map(jax.jit, (ep.ep_dispatch, ep.ep_combine))
+  from cases import assert_same, Case, expected
+  from op_functions import round_trip
 
-  def run(self, arrive):
-    """Runs the step; calls `arrive` with the name of each op before it."""
-    import jax
-    import numpy as np
-
-    from conftest import assert_shards_equal
-
-    ids, tokens, weights = map(
-      self.case.put, (self.case.topk_idx, self.tokens, self.weights)
-    )
+  ep, groups = world()
+  # 12 experts can be split evenly over any number of living ranks.
+  options = dict(num_experts=12, name=name, timeout_s=LONG_S)
+  with groups.bootstrap(mesh(ALIVE), **options) as group:
+    case = Case(ep.EpLayerConfig(group, name="moe_3"), whole=True)
+    arrays = case.topk_idx, case.tokens(), case.weights()
+    ids, tokens, weights = map(case.put, arrays)
     arrive("prepare")
-    handle = jax.block_until_ready(self.prepare(ids, weights))
+    handle = jax.block_until_ready(ep.ep_prepare(case.layer, ids))
     arrive("dispatch")
-    rows = jax.block_until_ready(self.dispatch(handle, tokens, weights))
+    rows = jax.block_until_ready(ep.ep_dispatch(handle, tokens, weights))
     arrive("combine")
-    out = jax.block_until_ready(self.combine(handle, *rows))
-    expected = np.zeros_like(self.tokens)
-    for weight in self.weights.T:
-      expected += weight[:, None] * self.tokens
-    assert_shards_equal(out, expected)
+    out = jax.block_until_ready(ep.ep_combine(handle, *rows))
+    assert_same(out, expected(case, round_trip, *arrays[1:]))
 
 
-def descriptors():
-  """Returns how many sockets, pidfds and mappings of ep this process has."""
-  unix = pathlib.Path("/proc/net/unix")
-  sockets = {
-    fields[6]
-    for fields in map(str.split, unix.read_text().splitlines())
-    if fields[4] == "0005"  # SOCK_SEQPACKET
-  }
-  held = 0
-  for fd in os.listdir("/proc/self/fd"):
-    with contextlib.suppress(FileNotFoundError):
-      target = os.readlink(f"/proc/self/fd/{fd}")
-      held += target == "anon_inode:[pidfd]" or target[8:-1] in sockets
-  maps = pathlib.Path("/proc/self/maps").read_text()
-  return held + maps.count("memfd:ep_ffi")
+def death(rank, way, op, when):
+  """A rank dies before an op, or during it, while all others wait for it."""
+  event, name = f"{rank} {way} {op} {when}", f"death_{RANKS - len(ALIVE)}"
+
+  def arrive(at):
+    if at != op:
+      return
+    if rank != RANK:
+      return note(name)
+    wait_for(name, len(ALIVE) - 1)
+    if when == "during":
+      time.sleep(0.3)  # Now the others wait for this rank.
+    die(way, event)
+
+  expect_error(event, step, name, arrive)
+  ALIVE.remove(rank)
+
+
+def leave():
+  """Runs a last step, and exits when all living ranks have.
+
+  Skips JAX's shutdown, which would wait for dead ranks.
+  """
+  step("last")
+  meet("leaves")
+  os._exit(0)
 
 
 if __name__ == "__main__":

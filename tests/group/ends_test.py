@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """However a rank ends, each other rank says so soon, and the job ends.
 
-Each table has jobs by name. A job's program is the code of each rank;
-see ending.py.
-The C++ tests process_test and stopped_test have ranks that die or stop at any
+Each table has jobs by name. A job's program is the code of each rank,
+with the functions of ending.py. The C++ tests process_test and stopped_test have ranks that die or stop at any
 moment of an op, of a bootstrap and of ep_finalize.
 """
 
@@ -35,15 +34,12 @@ EXIT_S = 1.0  # an exit_after_s that a job reaches
 
 @dataclasses.dataclass(frozen=True)
 class End:
-  """What each rank in `who` says about an end, and when it says so.
-
-  `who` are by default all ranks that wait for the rank that ends.
-  """
+  """What the other ranks say about an end, and when."""
 
   says: str  # a regular expression
-  within_s: float = 5.0
+  who: set[int]
   after_s: float = 0.0
-  who: tuple[int, ...] | None = None
+  within_s: float = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,57 +59,43 @@ class Job:
   signal: int | None = None  # for the launcher, when all ranks hang
 
 
-def dies(rank):
-  return rf"process {rank}\b.* died"
+def death(event, who):
+  """Returns what `who` say if a rank dies in an op of a layer with a name."""
+  rank, _, op, _ = event.split()
+  return {event: End(rf'ep_{op}\(layer "moe_3"\).*process {rank}\b', who)}
 
 
-def from_now(event, rank, **options):
-  """Returns the end of a rank that dies in an op of a layer with a name."""
-  op = event.split()[2]
-  return {event: End(rf'ep_{op}\(layer "moe_3"\).*process {rank}\b', **options)}
-
-
-_WAITED = (
-  rf'ep_prepare\(layer "moe_3"\).* waited timeout_s = {TIMEOUT_S:g} s for'
-)
-_LATE = dict(after_s=0.9 * TIMEOUT_S, within_s=3 * TIMEOUT_S)
 _XLA = "ep: XLA's error names no process, but process {} {}; read its log.\n$"
 
 DEATHS = {
-  "four processes": Job(
+  "of four processes": Job(
     [
-      f"e = Ends({TIMEOUT_S}, {EXIT_S}); e.no_library(3); e.overflow();"
-      "e.stop(2); e.late(3);"
-      "e.death(3, 'KILL', 'prepare', 'during');"
-      "e.death(2, 'SEGV', 'dispatch', 'during');"
-      "e.death(1, 0, 'combine', 'before'); e.leave()"
+      f"stop(2, timeout_s={TIMEOUT_S}, exit_after_s=0.5);"
+      "death(3, 'KILL', 'prepare', 'during');"
+      "death(2, 'SEGV', 'dispatch', 'during');"
+      "death(1, 0, 'combine', 'before'); leave()"
     ],
     codes=[0, 0, -signal.SIGSEGV, -signal.SIGKILL],
     code=128 + signal.SIGKILL,
     ends={
-      "no library": End(r"nowhere\.so", within_s=10.0, who=(0, 1, 2, 3)),
-      "overflow": End("20 receive rows", who=(0, 1, 2, 3)),
-      "stop": End(rf"{_WAITED} rank 2 \(process 2\)", who=(0, 1, 3), **_LATE),
-      "late": End(rf"{_WAITED} rank 3 \(process 3\)", who=(0, 1, 2), **_LATE),
-      "lost": End(
-        "ep_bootstrap: process 3 did not come within timeout_s",
-        who=(0, 1, 2, 3),
-        **_LATE,
-      ),
+      "stop": End(
+        rf'ep_prepare\(layer "moe_3"\).* waited timeout_s = {TIMEOUT_S:g} s for'
+        r" rank 2 \(process 2\) whose last op was",
+        {0, 1, 3},
+        after_s=TIMEOUT_S - 0.5,  # they may have come earlier
+        within_s=3 * TIMEOUT_S,
+      )
     }
-    | from_now("3 KILL prepare during", 3, who=(0, 1, 2))
-    | from_now("2 SEGV dispatch during", 2, who=(0, 1))
-    | from_now("1 0 combine before", 1, who=(0,)),
+    | death("3 KILL prepare during", {0, 1, 2})
+    | death("2 SEGV dispatch during", {0, 1})
+    | death("1 0 combine before", {0}),
     grace=60.0,
   ),
-  "another job, whose groups have equal names": Job(
-    [
-      f"e = Ends({TIMEOUT_S}, {EXIT_S});"
-      "e.death(1, 'SEGV', 'combine', 'during'); e.leave()"
-    ],
+  "of another job, whose groups have equal names": Job(
+    ["death(1, 'SEGV', 'combine', 'during'); leave()"],
     codes=[0, -signal.SIGSEGV],
     code=128 + signal.SIGSEGV,
-    ends=from_now("1 SEGV combine during", 1, who=(0,)),
+    ends=death("1 SEGV combine during", {0}),
   ),
   "an exception, because it has no memory": Job(
     [
@@ -141,9 +123,8 @@ DEATHS = {
 EXITS = {
   f"with {code} and an op that only the other rank ran": Job(
     [
-      "run = prepare(); run(); run()",
-      "run = prepare(); run(); wait_for('launched'); time.sleep(1);"
-      f"die({code})",
+      "run = prepare(); run(); note('goes_on'); run()",
+      f"run = prepare(); run(); wait_for('goes_on'); time.sleep(1);die({code})",
     ],
     codes=[1, code or 1],
     code=code or 1,
@@ -187,7 +168,7 @@ PSUMS = {
       rf" receive rows.*ep_ffi: process {processes - 1} ends.*exit_after_s ="
       rf" {EXIT_S:g} s.*rank 0 needs 10 receive rows"
     },
-    ends={"psum": End("rank 0 needs 10 receive rows", who=(0,))}
+    ends={"psum": End("rank 0 needs 10 receive rows", {0})}
     if processes == 2
     else {},
     report=f"rank {processes - 1} failed with exit code 70",
@@ -375,12 +356,15 @@ def check_ends(row, logs, ended_at):
   if "end" in begun:
     assert ended_at - begun["end"] < row.within_s
   for event, end in row.ends.items():
-    told = [x for x in said if x[0] == event and x[3] != "happens"]
-    for _, rank, at, text in told:
-      assert re.search(end.says, text), (rank, text)
-      seconds = at - begun.get(event, at)
+    told = {
+      rank: (at - begun.get(event, at), text)
+      for name, rank, at, text in said
+      if name == event and rank in end.who and text != "happens"
+    }
+    assert told.keys() == end.who, (event, logs)
+    for rank, (seconds, text) in told.items():
+      assert re.search(end.says, text), (event, rank, text)
       assert end.after_s <= seconds < end.within_s, (event, rank, seconds)
-    assert {rank for _, rank, _, _ in told} >= {*end.who}, (event, logs)
 
 
 @pytest.fixture(scope="module")
