@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests argument checks of bootstrap, layers and resize, and closing groups."""
 
+import contextlib
 import copy
 import math
 from multiprocessing.reduction import ForkingPickler
@@ -162,10 +163,14 @@ def test_integers_of_numpy_are_integers():
 
 def test_a_timeout_without_end():
   """The deadline of a very long timeout does not overflow into the past."""
-  for timeout_s in math.inf, 1e300, 10**309:
-    with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
-      if jax.process_index() == 0:
-        time.sleep(1.5)  # longer than the interval between deadline checks
+  with contextlib.ExitStack() as stack:
+    groups = [
+      stack.enter_context(bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s))
+      for timeout_s in (math.inf, 1e300, 10**309)
+    ]
+    if jax.process_index() == 0:
+      time.sleep(1.5)  # longer than the interval between deadline checks
+    for group in groups:
       Case(ep.EpLayerConfig(group)).check_round_trip()
 
 

@@ -5,7 +5,6 @@ Rank r runs the r-th CODE, or the last one, with the functions of this file.
 Functions that need JAX import it: most jobs of the launcher have no use for it.
 """
 
-import contextlib
 import faulthandler
 import functools
 import glob

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """However a rank ends, each other rank says so soon, and the job ends.
 
-Each table has jobs by name. A job's program is the code of each rank,
-with the functions of ending.py. The C++ tests process_test and stopped_test have ranks that die or stop at any
+Each table has jobs by name. A job's program is the code of each rank, with the
+functions of ending.py. The C++ process_test has ranks that die or stop at any
 moment of an op, of a bootstrap and of ep_finalize.
 """
 

@@ -158,28 +158,6 @@ def test_shapes_of_every_op(layer):
 
 
 @of_one_process
-def test_shapes_of_gradients(layer):
-  """Gradients have known shapes, inside shard_map and for a MoE layer."""
-  spec = PartitionSpec(layer.group.token_axes)
-  grad = jax.shard_map(
-    jax.grad(loss(layer), argnums=(0, 2)),
-    mesh=layer.group.mesh,
-    in_specs=spec,
-    out_specs=spec,
-  )
-  tokens, _, weights = args = inputs(layer)
-  out = jax.eval_shape(grad, *args)
-  assert [x.shape for x in out] == [tokens.shape, weights.shape]
-
-  def value(w_up, w_down, *x):
-    return jnp.sum(ep.moe_layer(layer, *x, w_up=w_up, w_down=w_down))
-
-  w = [jax.ShapeDtypeStruct((RANKS, *x), jnp.float32) for x in ((H, 9), (9, H))]
-  grads = jax.eval_shape(jax.grad(value, argnums=(0, 1)), *w, *args)
-  assert [x.shape for x in grads] == [x.shape for x in w]
-
-
-@of_one_process
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_export_for_other_machines(layer, platform):
   result = export.export(

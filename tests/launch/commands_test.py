@@ -5,7 +5,6 @@ ends_test has the ranks that end otherwise than by success.
 """
 
 import ast
-import contextlib
 import io
 import os
 import pathlib
@@ -14,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 
 import jax
 import pytest
@@ -141,64 +139,60 @@ def test_only_failures_and_bazel_keep_default_logs(tmp_path, monkeypatch):
     _launch_code("", num_processes=1)
 
 
-def test_the_job_continues_when_stdout_is_closed(tmp_path, monkeypatch, capsys):
+def _script(folder, text):
+  path = folder / "script.py"
+  path.write_text(text)
+  return path
+
+
+def _start(tmp_path, program):
+  """Starts two ranks of a program; returns the launcher, with pipes."""
+  flags = ["--num_processes=2", "--grace=0.5", f"--log_dir={tmp_path}"]
+  pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  return programs.start_launcher(*flags, _script(tmp_path, program), **pipes)
+
+
+def test_the_job_continues_when_stdout_is_closed(tmp_path):
   """The launcher writes to a pipe to `head`, and reports errors to stderr."""
-  program = """
+  launcher = _start(
+    tmp_path,
+    """if True:
     import os, sys, time
     print("first")
     time.sleep(0.5)
     for i in range(20_000):
       print(i)
-    time.sleep(0.5)
-    open(os.environ["DONE"] + os.environ["JAX_PROCESS_ID"], "w").close()
     if os.environ["JAX_PROCESS_ID"] == "1":
+      time.sleep(0.5)
       sys.exit(3)
-  """
-  reader, writer = map(os.fdopen, os.pipe(), "rw")
-  monkeypatch.setattr(sys, "stdout", writer)
-  first = []
-
-  def head():
-    first.append(reader.readline())
-    reader.close()
-
-  thread = threading.Thread(target=head)
-  thread.start()
-  done = {"DONE": str(tmp_path / "done_")}
-  assert _launch_code(program, log_dir=tmp_path, env=done, grace_s=20.0) == 3
-  thread.join()
-  assert first == ["first\n"]
-  assert all((tmp_path / f"done_{rank}").exists() for rank in range(2))
+    """,
+  )
+  assert launcher.stdout.readline() == "first\n"
+  launcher.stdout.close()
+  errors = launcher.stderr.read()
+  assert launcher.wait() == 3
   assert _logs(tmp_path)[0].endswith("\n19999\n")
-  stderr = capsys.readouterr().err
-  assert "ep.launch: rank 1 failed with exit code 3" in stderr
-  assert "  | 19999\n" in stderr
-  with contextlib.suppress(BrokenPipeError):
-    writer.close()
+  assert "ep.launch: rank 1 failed with exit code 3" in errors
+  assert "  | 19999\n" in errors
 
 
 def test_a_reader_that_stalls_does_not_stop_the_launcher(tmp_path):
   """The pipe is full when rank 1 fails; the launcher ends rank 0."""
-  program = """
-import os, pathlib, sys, time
-pid = pathlib.Path(sys.argv[1])
-if os.environ["JAX_PROCESS_ID"] == "0":
-  pid.with_suffix(".draft").write_text(str(os.getpid()))
-  print((1 << 20) * "x")
-  pid.with_suffix(".draft").rename(pid)
-  time.sleep(600)
-while not pid.exists():
-  time.sleep(0.1)
-time.sleep(1)
-sys.exit(3)
-"""
-  flags = ["--num_processes=2", "--grace=0.5", f"--log_dir={tmp_path}"]
-  argv = [*flags, _script(tmp_path, program), tmp_path / "pid"]
-  launcher = programs.start_launcher(*argv, stdout=subprocess.PIPE)
-  jobs.wait_until((tmp_path / "pid").exists)
-  rank = pathlib.Path("/proc", (tmp_path / "pid").read_text())
+  launcher = _start(
+    tmp_path,
+    """if True:
+    import os, sys, time
+    if os.environ["JAX_PROCESS_ID"] == "0":
+      print(os.getpid())
+      print((1 << 20) * "x")
+    time.sleep(600 if os.environ["JAX_PROCESS_ID"] == "0" else 1)
+    sys.exit(3)
+    """,
+  )
+  rank = pathlib.Path("/proc", launcher.stdout.readline().strip())
+  assert rank.exists()
   jobs.wait_until(lambda: not rank.exists())
-  output = launcher.communicate()[0].decode()
+  output = launcher.communicate()[0]
   assert launcher.returncode == 3
   assert "ep.launch: rank 1 failed with exit code 3" in output
 
@@ -233,12 +227,6 @@ def test_a_flag_starts_more_ranks_than_the_host_can_hold(monkeypatch):
     _launch_code("")
   flags = ["--num_processes=1", "--oversubscribe", "-m", "this"]
   assert command.main(flags) == 0
-
-
-def _script(folder, text):
-  path = folder / "script.py"
-  path.write_text(text)
-  return path
 
 
 def test_the_command_line_takes_a_script_or_a_module(
