@@ -16,6 +16,7 @@ import time
 
 import programs
 
+ENDING = pathlib.Path(__file__).with_name("ending.py")  # a program of ranks
 _REPORT = re.compile(
   r"rank (\d+) (?:failed with exit code (\d+)|was killed by signal (\d+)"
   r"|(was still running))"

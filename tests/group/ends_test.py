@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 import re
 import signal
 import time
@@ -24,7 +23,6 @@ from ep._src.base import compat
 from ep._src.group import liveness
 import jobs
 
-_PROGRAM = pathlib.Path(__file__).with_name("ending.py")
 _AT_ONCE = 3  # jobs
 _LIMIT_S = 120.0  # for a job
 
@@ -316,7 +314,7 @@ JOBS = OF_XLA | DEATHS | EXITS | PSUMS | OF_THE_LAUNCHER
 def run(name, folder):
   """Runs a job, checks all that its row says, and returns its begin and end."""
   begin = time.monotonic()
-  row, argv = JOBS[name], (_PROGRAM, *JOBS[name].program)
+  row, argv = JOBS[name], (jobs.ENDING, *JOBS[name].program)
   count = len(row.codes)
   if row.code is None:
     job = jobs.Plain(folder, *argv, hosts=[jobs.ThisHost] * count)

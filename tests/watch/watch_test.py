@@ -7,7 +7,6 @@ of the tests.
 
 import contextlib
 import os
-import pathlib
 import re
 import signal
 
@@ -16,41 +15,36 @@ import pytest
 import hosts
 import jobs
 
-_PROGRAM = pathlib.Path(__file__).with_name("stalls.py")
 _LIMIT_S = 120
 # By cause: what the report of both processes says of process 1.
 _CAUSES = {
   "sleeping": r'has not begun step 2; finished step 1 \("train"\), for \d+ s\.'
-  r' Python:\n    File "[^"]*stalls.py", line \d+ in load_batch\n'
-  r'    File "[^"]*stalls.py", line \d+ in sleeping\n',
+  r' Python:\n    File "[^"]*ending.py", line \d+ in load_batch\n'
+  r'    File "[^"]*ending.py", line \d+ in sleeping\n',
   "evaluating": r'(began|launched) step 2 \("evaluate"\), .*evaluating',
   "raising": r"raised KeyError: 'shard 7' in step 2 \(\"train\"\), and began"
   " none since.* in raising",
 }
 
 
-# The name of a job, the program of its steps, and whether it has two hosts.
+# The name of a job, what its steps run, and whether it has two hosts.
 _JOBS = {
-  "one host, psum": ("psum", False),
-  "one host, op": ("op", False),
-  "two hosts, psum": ("psum", True),
+  "one host, psum": ("xla('psum')", False),
+  "one host, op": ("prepare()", False),
+  "two hosts, psum": ("xla('psum')", True),
 }
 
 
 class Job(jobs.Plain):
   """Two processes that stand still for several causes."""
 
-  def __init__(self, folder, program, machines):
-    """Runs a program on `machines`, or on this one if there are none."""
+  def __init__(self, folder, run, machines):
+    """Runs steps on `machines`, or on this one if there are none."""
     self.machines = machines
     self._seen = [0, 0]
-    super().__init__(
-      folder,
-      *(_PROGRAM, folder, program, *_CAUSES, "stopped"),
-      hosts=machines or [jobs.ThisHost] * 2,
-      devices=2,
-      env={"EP_TEST_BACKEND": "xla" if machines else "host"},
-    )
+    code = f"stand_still({run}, {', '.join(_CAUSES)}, stopped)"
+    on = machines or [jobs.ThisHost] * 2
+    super().__init__(folder, jobs.ENDING, code, hosts=on, devices=2)
 
   def read(self, index, *patterns):
     """Waits until the new part of a log matches all patterns; returns it."""
@@ -72,14 +66,14 @@ def started(tmp_path_factory):
   """Starts all jobs, and returns a function that returns a job by its name."""
   with contextlib.ExitStack() as stack:
 
-    def start(program, has_two_hosts):
+    def start(run, has_two_hosts):
       machines = ()
       if has_two_hosts:
         try:
           machines = stack.enter_context(hosts.two_hosts())
         except pytest.skip.Exception as e:
           return e
-      job = Job(tmp_path_factory.mktemp("job"), program, machines)
+      job = Job(tmp_path_factory.mktemp("job"), run, machines)
       return stack.enter_context(contextlib.closing(job))
 
     yield {name: start(*row) for name, row in _JOBS.items()}

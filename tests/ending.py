@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that end in a way that ends_test states: ending.py CODE...
+"""Ranks of jobs that end or stand still: ending.py CODE...
 
 Rank r runs the r-th CODE, or the last one, with the functions of this file.
-Functions that need JAX import it: most jobs of the launcher have no use for it.
+ends_test and watch_test have the codes. Functions that need JAX import it: most
+jobs of the launcher have no use for it.
 """
 
 import faulthandler
@@ -203,7 +204,7 @@ def xla(what):
   def run():
     with jax.set_mesh(of_all):
       function = dict(move=move, op=op, psum=jax.jit(jax.numpy.sum))[what]
-      jax.block_until_ready(function(x))
+      return jax.block_until_ready(function(x))
 
   return run
 
@@ -222,16 +223,16 @@ def prepare(**options):
   import ep
 
   of_all = mesh()
-  group = ep.ep_bootstrap(of_all, num_experts=RANKS, **options)
+  group = ep.ep_bootstrap(of_all, num_experts=of_all.size, **options)
   layer = ep.EpLayerConfig(group, name="moe_3", top_k=1)
   rows = jax.NamedSharding(of_all, jax.P("ep"))
-  ids = jax.device_put(jnp.zeros((4 * RANKS, 1), jnp.int32), rows)
+  ids = jax.device_put(jnp.zeros((4 * of_all.size, 1), jnp.int32), rows)
   program = jax.jit(lambda ids: ep.ep_prepare(layer, ids).mem)
   program = program.lower(ids).compile()
   meet("compiled")
 
   def run(layer=layer):  # It keeps the group open.
-    jax.block_until_ready(program(ids))
+    return jax.block_until_ready(program(ids))
 
   return run
 
@@ -423,6 +424,76 @@ def leave():
   step("last")
   meet("leaves")
   os._exit(0)
+
+
+# --- Ranks that stand still under ep.watch ------------------------------------
+
+
+def load_batch(cause):
+  while not (FOLDER / cause).exists():
+    time.sleep(0.05)
+
+
+def sleeping():
+  load_batch("sleeping")
+
+
+def evaluating():
+  """Waits in a program that no other process runs."""
+  import jax
+  import numpy as np
+
+  import ep
+
+  def score(x):
+    load_batch("evaluating")
+    return np.asarray(x)
+
+  program = jax.jit(lambda x: jax.pure_callback(score, x, x))
+  with ep.watch.step("evaluate") as launched:
+    launched(program(np.float32(1))).block_until_ready()
+
+
+def raising():
+  import ep
+
+  try:
+    with ep.watch.step("train"):
+      raise KeyError("shard 7")
+  except KeyError:
+    load_batch("raising")
+
+
+def stopped():
+  os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stand_still(run, *causes):
+  """Runs steps of `run` without end, which wait once for each cause."""
+  import jax
+
+  import ep
+
+  def step():
+    with ep.watch.step("train") as launched:
+      launched(run())
+
+  step()
+  for cause in causes:
+    with ep.watch(stall_s=1):
+      step()
+      step()
+      if RANK == RANKS - 1:
+        cause()
+      step()
+  with ep.watch(stall_s=1, exit_after_s=2):
+    try:
+      while True:
+        step()
+        print("stepped")
+        time.sleep(0.1)
+    except jax.errors.JaxRuntimeError:  # the other process ended
+      time.sleep(600)
 
 
 if __name__ == "__main__":
