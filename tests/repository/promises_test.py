@@ -59,7 +59,8 @@ PROMISES = {
     " segments_do_not_depend_on_the_tail",
     "Same code, same order": "group/mismatch: another_number_of_compilations",
     "Rare": "",
-    "One order of launches": "group/concurrency: a_thread_goes_on_after_another",
+    "One order of launches": "group/concurrency:"
+    " a_thread_goes_on_after_another",
     "All mesh axes manual": "ops/arrays: a_mesh_that_is_not_the_groups",
     "The mesh of the group, device by device": "group/mesh:"
     " other_orders_of_the_devices_are_refused",
