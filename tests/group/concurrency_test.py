@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges that run at the same time do not mix or wait for each other.
 
-Programs overlap, also those that several threads of a process launch.
+Programs overlap, and several threads of a process launch programs.
 
 XLA:CPU runs the ready ops of a program in any order. The order differs between
 ranks, and programs overlap. Each program here would hang, or return rows of
