@@ -76,18 +76,6 @@ def test_ep_resize_replaces_a_group():
     jax.jit(global_view(case.layer, round_trip)).lower(*inputs).compile()
   )
   handle = jax.block_until_ready(ep.ep_prepare(case.layer, inputs[0]))
-  with pytest.raises(
-    TypeError, match="ep_resize: mesh cannot change.*hidden_dim"
-  ):
-    ep.ep_resize(old, mesh=mesh)
-  for sizes, words in [
-    (dict(hidden_dim=0), "hidden_dim = 0, but it must be positive"),
-    (dict(top_k=E + 1), "a layer of only defaults fails: .*top_k = 9"),
-    (dict(max_token_dtype=jnp.int8), "max_token_dtype = int8"),
-  ]:
-    with pytest.raises(ValueError, match=f"^ep_resize: {words}"):
-      ep.ep_resize(old, **sizes)
-
   in_flight = [program(*inputs) for _ in range(3)]
   with jax.set_mesh(mesh):
     group = ep.ep_resize(old, max_tokens_per_rank=2 * T, hidden_dim=2 * H)
