@@ -368,7 +368,7 @@ def stop(rank, **options):
     os.kill(int(pathlib.Path(*notes("pid")).read_text()), signal.SIGCONT)
   meet("told")
   run()
-  time.sleep(2 * options["exit_after_s"])  # It ends no process that goes on.
+  time.sleep(1 + options["exit_after_s"])  # It ends no process that goes on.
   run()
   meet("went_on")
 

@@ -68,7 +68,7 @@ _XLA = "ep: XLA's error names no process, but process {} {}; read its log.\n$"
 DEATHS = {
   "of four processes": Job(
     [
-      f"stop(2, timeout_s={TIMEOUT_S}, exit_after_s=0.5);"
+      f"stop(2, timeout_s={TIMEOUT_S}, exit_after_s=5);"
       "death(3, 'KILL', 'prepare', 'during');"
       "death(2, 'SEGV', 'dispatch', 'during');"
       "death(1, 0, 'combine', 'before'); leave()"
