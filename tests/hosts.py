@@ -11,24 +11,14 @@ import contextlib
 import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
-
-import programs
 
 _FIRST = """
 mount -t proc proc /proc && hostname host{0} && ip link set lo up && echo up
 exec cat
 """
 _ADDRESS = "10.64.0.{}"
-
-
-class ThisHost:
-  """This machine, without namespaces."""
-
-  address = "127.0.0.1"
-  start = staticmethod(subprocess.Popen)
 
 
 class Host:
@@ -81,28 +71,6 @@ class Host:
     """Stops the host and kills its processes."""
     self._first.stdin.close()
     self._first.wait()
-
-
-def start_ranks(hosts, folder, *argv, devices=1, env=None):
-  """Starts one rank of a program on each host, without a launcher.
-
-  Rank r has its output in `folder`/rank_<r>.log. Returns the processes.
-  """
-  of_all = dict(
-    JAX_PLATFORMS="cpu",
-    XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
-    JAX_COORDINATOR_ADDRESS=f"{hosts[0].address}:{programs.free_port()}",
-    JAX_NUM_PROCESSES=str(len(hosts)),
-    PYTHONUNBUFFERED="1",
-  )
-  ranks = []
-  for rank, host in enumerate(hosts):
-    own = {"JAX_PROCESS_ID": str(rank), **(env or {})}
-    with (folder / f"rank_{rank}.log").open("wb") as log:
-      options = dict(env=programs.environment(**of_all, **own))
-      options |= dict(stdout=log, stderr=log)
-      ranks += [host.start([sys.executable, *map(str, argv)], **options)]
-  return ranks
 
 
 @contextlib.contextmanager

@@ -19,6 +19,15 @@ OF_A_RANK = (
   "EP_LAUNCH_STATE",
 )
 
+# Runs ep.launch without ep/__init__.py: importing JAX takes a second.
+_LAUNCHER = """
+from importlib.util import find_spec, module_from_spec
+import sys
+sys.modules["ep"] = module_from_spec(find_spec("ep"))
+from ep.launch._command import main
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 def environment(**variables):
   """Returns an environment with this process's import path.
@@ -38,8 +47,8 @@ def free_port():
 
 
 def start_launcher(*words, env=None, **options):
-  """Starts `python -m ep launch` with options, a program and its arguments."""
-  argv = [sys.executable, "-m", "ep", "launch", *map(str, words)]
+  """Starts `ep.launch` with options, a program and its arguments."""
+  argv = [sys.executable, "-c", _LAUNCHER, *map(str, words)]
   return subprocess.Popen(argv, env=environment(**(env or {})), **options)
 
 

@@ -130,7 +130,8 @@ EXPECT="(Missing: rank 1|waited timeout_s = 20 s for rank 1)" \
   part 5 120 3 one_stops $(contact 2 one_stops) &
 EXPECT="rank 1 was killed by signal 9" \
   part 5 120 3 one_dies $(contact 2 one_dies) &
-part 5 120 2 two_threads $(ranks 4 -m pytest -q tests/group/threads_test.py) &
+part 5 120 2 threads \
+  $(ranks 4 -m pytest -q tests/group/concurrency_test.py -k thread) &
 wait
 part 6 90 2 steps $(contact 2 steps) &
 part 6 90 2 no_latency_hiding $(contact 2 steps \

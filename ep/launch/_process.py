@@ -51,6 +51,7 @@ class Process:
     self.code: int | None = None  # exit code; None: running, -n: signal n
     self.ended_at = 0.0  # earliest known time of its end
     self._state = state
+    self._ran_at = time.monotonic()  # latest known time at which it ran
     with log.open("wb") as stdout:
       self._process = subprocess.Popen(
         [sys.executable, "-ISc", _BECOME, str(os.getpid()), *argv],
@@ -66,11 +67,14 @@ class Process:
 
     At its end, sets `code` and `ended_at`, and kills its process group.
     """
-    if self.code is None and self._process.poll() is not None:
+    now = time.monotonic()
+    if self.code is None and self._process.poll() is None:
+      self._ran_at = now
+    elif self.code is None:
       self.code = self._process.returncode
       # A killed rank gets an earlier time than ranks that fail because it died.
-      latest = time.monotonic() - (POLL_S if self.code < 0 else 0)
-      self.ended_at = processes.time_told(self._state, "ending") or latest
+      ended_at = self._ran_at if self.code < 0 else now
+      self.ended_at = processes.time_told(self._state, "ending") or ended_at
       with contextlib.suppress(OSError):  # the group has no process left
         os.killpg(self._process.pid, signal.SIGKILL)
     return self.code is None

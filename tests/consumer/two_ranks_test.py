@@ -16,43 +16,25 @@ def run_rank() -> None:
   launch.initialize()
 
   import jax
-  import jax.numpy as jnp
   import numpy as np
 
   import ep
 
-  mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
-  sharded = jax.NamedSharding(mesh, jax.P("ep"))
+  mesh = jax.make_mesh((2,), ("ep",), (jax.sharding.AxisType.Auto,))
+  rows = jax.NamedSharding(mesh, jax.P("ep"))
 
-  def place(array):
-    return jax.make_array_from_callback(
-      array.shape, sharded, lambda index: array[index]
-    )
+  def put(array):
+    return jax.make_array_from_process_local_data(rows, array)
 
-  tokens = np.arange(2 * 8 * 16, dtype=np.float32).reshape(16, 16)
-  topk_idx = (np.arange(16, dtype=np.int32) % 4)[:, None]
-  weights = np.ones((16, 1), np.float32)
-
-  group = ep.ep_bootstrap(
-    mesh,
-    num_experts=4,
-    max_tokens_per_rank=8,
-    hidden_dim=16,
-    top_k=1,
-    max_token_dtype=jnp.float32,
-  )
-  with group:
-    layer = ep.EpLayerConfig(group, top_k=1)
-
-    @jax.jit
-    def identity(topk_idx, tokens, weights):
-      handle = ep.ep_prepare(layer, topk_idx)
-      recv_tokens, _ = ep.ep_dispatch(handle, tokens, weights)
-      return ep.ep_combine(handle, recv_tokens)
-
-    out = identity(place(topk_idx), place(tokens), place(weights))
-    for shard in out.addressable_shards:
-      np.testing.assert_array_equal(shard.data, tokens[shard.index])
+  tokens = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+  tokens += jax.process_index()
+  topk_idx = (np.arange(8, dtype=np.int32) % 4)[:, None]
+  weights = np.ones((8, 1), np.float32)
+  with ep.ep_bootstrap(mesh, num_experts=4, top_k=1) as group:
+    handle = ep.ep_prepare(ep.EpLayerConfig(group), put(topk_idx))
+    received, _ = ep.ep_dispatch(handle, put(tokens), put(weights))
+    out = ep.ep_combine(handle, received)
+    np.testing.assert_array_equal(out.addressable_data(0), tokens)
 
 
 def check_one_jax(jax_from: str) -> None:

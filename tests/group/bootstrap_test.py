@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests argument checks of bootstrap, layers and resize, and closing groups."""
 
+import contextlib
 import copy
 import math
 from multiprocessing.reduction import ForkingPickler
@@ -18,6 +19,7 @@ from cases import assert_same, Case, check, expected, global_view
 from conftest import make_mesh, refused
 import ep
 from ep._src.backends.xla.backend import XlaConnection
+from ep._src.native import ffi
 import groups
 from groups import (
   BACKEND,
@@ -29,11 +31,14 @@ from groups import (
   K,
   layer,
   MESHES,
+  of_one_process,
   T,
 )
 from op_functions import everything, Ops, round_trip
 
-OTHER_BACKEND = "host" if GPU else "nccl"
+of_host = pytest.mark.skipif(
+  GPU or BACKEND == "xla", reason="only host has sockets and this library"
+)
 
 
 def test_layers_may_set_top_k_instead_of_the_group():
@@ -71,18 +76,6 @@ def test_ep_resize_replaces_a_group():
     jax.jit(global_view(case.layer, round_trip)).lower(*inputs).compile()
   )
   handle = jax.block_until_ready(ep.ep_prepare(case.layer, inputs[0]))
-  with pytest.raises(
-    TypeError, match="ep_resize: mesh cannot change.*hidden_dim"
-  ):
-    ep.ep_resize(old, mesh=mesh)
-  for sizes, words in [
-    (dict(hidden_dim=0), "hidden_dim = 0, but it must be positive"),
-    (dict(top_k=E + 1), "a layer of only defaults fails: .*top_k = 9"),
-    (dict(max_token_dtype=jnp.int8), "max_token_dtype = int8"),
-  ]:
-    with pytest.raises(ValueError, match=f"^ep_resize: {words}"):
-      ep.ep_resize(old, **sizes)
-
   in_flight = [program(*inputs) for _ in range(3)]
   with jax.set_mesh(mesh):
     group = ep.ep_resize(old, max_tokens_per_rank=2 * T, hidden_dim=2 * H)
@@ -158,10 +151,14 @@ def test_integers_of_numpy_are_integers():
 
 def test_a_timeout_without_end():
   """The deadline of a very long timeout does not overflow into the past."""
-  for timeout_s in math.inf, 1e300, 10**309:
-    with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
-      if jax.process_index() == 0:
-        time.sleep(1.5)  # longer than the interval between deadline checks
+  with contextlib.ExitStack() as stack:
+    groups = [
+      stack.enter_context(bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s))
+      for timeout_s in (math.inf, 1e300, 10**309)
+    ]
+    if jax.process_index() == 0:
+      time.sleep(1.5)  # longer than the interval between deadline checks
+    for group in groups:
       Case(ep.EpLayerConfig(group)).check_round_trip()
 
 
@@ -237,9 +234,7 @@ def test_groups_layers_and_handles_refuse_pickle():
       ForkingPickler.dumps(value)
 
 
-@pytest.mark.skipif(
-  GPU or BACKEND == "xla", reason="only host listens on sockets"
-)
+@of_host
 def test_bootstrap_avoids_a_taken_address(monkeypatch):
   name = secrets.token_hex(8)  # process ids repeat in containers
   names = iter([name, name, f"{name}-free"])
@@ -249,3 +244,56 @@ def test_bootstrap_avoids_a_taken_address(monkeypatch):
     with bootstrap(make_mesh({"ep": 4})) as group:
       assert not list(names)
       Case(ep.EpLayerConfig(group)).check_round_trip()
+
+
+def refusal(monkeypatch, library):
+  """Returns the error of a bootstrap with `library` as the native library."""
+  monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(library))
+  monkeypatch.setattr(ffi, "library", ffi.library.__wrapped__)  # loads anew
+  with pytest.raises((RuntimeError, OSError)) as error:
+    bootstrap(make_mesh({"ep": 1}))
+  return str(error.value)
+
+
+@of_host
+@of_one_process
+def test_no_library(tmp_path, monkeypatch):
+  """The error names cures, and the places where ep looks for the library."""
+  message = refusal(monkeypatch, tmp_path / "nowhere.so")
+  places = ["EP_FFI_LIBRARY_PATH", "nowhere.so", "runfiles", "package"]
+  for word in [*places, "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
+    assert word in message
+
+
+@of_host
+@of_one_process
+def test_a_library_of_another_name(tmp_path, monkeypatch):
+  library = tmp_path / "mine.so"
+  library.touch()
+  message = refusal(monkeypatch, library)
+  assert f"{library}, but the library of backend 'host' has the name" in message
+
+
+@of_host
+@of_one_process
+@pytest.mark.parametrize("age", ["stale", "older"])
+def test_a_library_of_another_version(tmp_path, monkeypatch, age):
+  """The error names both versions and a cure; ep does not call the library."""
+  found = f"the library is {ffi.INTERFACE_VERSION}."
+  native = ffi.find_library("host").read_bytes()
+  if age == "older":  # An older library lacks the function.
+    found = "none"
+    assert b"ep_interface_version\0" in native
+    native = native.replace(b"ep_interface_version", b"ep_interfere_version")
+  library = tmp_path / "libep_ffi_cpu.so"
+  library.write_bytes(native)
+  monkeypatch.setattr(ffi, "INTERFACE_VERSION", 999)
+  message = refusal(monkeypatch, library)
+  for word in [
+    str(library),
+    found,
+    "calls the interface 999",
+    "EP_FFI_LIBRARY_PATH",
+    "//ep_ffi:libep_ffi_cpu.so",
+  ]:
+    assert word in message

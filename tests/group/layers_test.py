@@ -6,7 +6,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-import numpy as np
 import pytest
 
 from cases import Case, check
@@ -20,7 +19,6 @@ from groups import (
   K,
   layer,
   of_one_process,
-  ranks,
   T,
 )
 from op_functions import everything, sizes
@@ -29,16 +27,6 @@ from op_functions import everything, sizes
 def claim(config):
   case = Case(config, "skewed", whole=True)
   return case, everything, *case.inputs()
-
-
-def test_two_groups_do_not_alias():
-  options = [
-    dict(top_k=K, alignment=4),
-    dict(top_k=1, alignment=8, num_experts=2 * E, hidden_dim=32),
-  ]
-  mesh = make_mesh({"ep": 4})
-  with bootstrap(mesh, **options[0]) as a, bootstrap(mesh, **options[1]) as b:
-    check(claim(ep.EpLayerConfig(a)), claim(ep.EpLayerConfig(b)))
 
 
 def test_groups_over_different_axes_of_one_mesh():
@@ -154,14 +142,6 @@ def test_without_a_limit_tokens_are_counted_in_32_bits():
   ids = jax.ShapeDtypeStruct((2**31 - 4, K), jnp.int32)
   with pytest.raises(ValueError, match=r'"moe_3".*tokens of a rank.*32 bits'):
     jax.eval_shape(lambda x: ep.ep_prepare(config, x), ids)
-
-
-@of_one_process
-def test_the_default_capacity_suffices_for_the_worst_case():
-  """In this test, the last rank receives every token of every rank."""
-  config = layer(top_k=2, alignment=4)
-  to_last = np.tile(np.array([E - 1, E - 2], np.int32), (ranks(config) * T, 1))
-  Case(config, to_last).check_round_trip()
 
 
 def test_configs_are_values():

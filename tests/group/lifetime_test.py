@@ -8,19 +8,22 @@ Tests that compile a program for each group make fewer groups.
 
 import contextlib
 import gc
+import multiprocessing
+import os
 import pathlib
 import re
+import weakref
 
 import jax
 import pytest
 
 from cases import assert_same, Case, expected, global_view, large_case
-from conftest import make_mesh
+from conftest import make_mesh, TIMEOUT_S
 import ep
-from ep import launch
+from ep._src.group import bootstrap as groups_of_process
 from ep.testing._footprint import Footprint
 from groups import bootstrap, not_with_xla
-from op_functions import everything, round_trip
+from op_functions import everything, handle_of, round_trip
 
 LIFETIMES_OF_A_PROGRAM = 20
 KEPT_PROGRAMS = 2
@@ -169,138 +172,6 @@ def test_finalize_with_launches_in_flight(want):
         assert_same(output, want)
 
 
-starts_ranks = pytest.mark.skipif(
-  jax.process_count() > 1, reason="the test starts ranks"
-)
-
-
-def run_ranks(tmp_path, program, num_processes=2, code=0):
-  """Runs a program that exits with `code`, and returns its logs."""
-  options = dict(num_processes=num_processes, timeout_s=60, log_dir=tmp_path)
-  assert launch.launch(["-c", program], **options) == code
-  logs = [tmp_path / f"rank_{rank}.log" for rank in range(num_processes)]
-  return [log.read_text() for log in logs]
-
-
-@starts_ranks
-def test_at_exit_a_group_closes_before_jax_ends(tmp_path):
-  """At exit JAX may wait for peers, which may wait for this process's group."""
-  program = """
-import atexit, weakref
-thing = lambda: 0
-weakref.finalize(thing, print, "finalizers")  # Python now runs these last
-import jax
-atexit.register(lambda: print("group is open:", group.connection.is_open))
-import ep
-ep.launch.initialize()
-group = ep.ep_bootstrap(jax.make_mesh((2,), ("ep",)), num_experts=2)
-"""
-  log, _ = run_ranks(tmp_path, program)
-  assert log == "group is open: False\nfinalizers\n"
-
-
-# The ranks launch different programs. In `sleep`, a slow loop computes the
-# callback's input: with a ready input, the launch would wait for the callback.
-_LAUNCH_ALONE = """
-import pathlib, sys, time
-import jax
-from jax.sharding import AxisType, PartitionSpec as P
-import numpy as np
-import ep
-
-ep.launch.initialize()
-mesh = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,))
-group = ep.ep_bootstrap(mesh, num_experts=2, top_k=1, timeout_s={timeout_s})
-layer = ep.EpLayerConfig(group)
-
-def prepare():
-  idx = jax.make_array_from_callback(
-    (2 * 10**6, 1), jax.NamedSharding(mesh, P("ep")),
-    lambda _: np.zeros((10**6, 1), np.int32))
-  jax.jit(lambda idx: ep.ep_prepare(layer, idx).mem)(idx)
-
-def sleep():
-  def wait(x):
-    time.sleep(7)
-    return np.asarray(x)
-
-  x = np.zeros((600, 600), np.float32)
-  last = jax.jit(lambda x: jax.pure_callback(wait, x, x)).lower(x).compile()
-  first = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, y: y @ x, x))
-  return last(first(x))
-
-if jax.process_index() == 0:
-  {first}
-else:
-  {second}
-"""
-
-
-def run_at_exit(tmp_path, first, second, timeout_s):
-  """Runs `_LAUNCH_ALONE` on two ranks; returns logs, with lines from Gloo.
-
-  A rank exits with code 1.
-  """
-  program = _LAUNCH_ALONE.format(
-    first=first, second=second, timeout_s=timeout_s
-  )
-  return run_ranks(tmp_path, program, code=1)
-
-
-@starts_ranks
-def test_at_exit_an_op_that_only_one_rank_ran_is_an_error(tmp_path):
-  logs = run_at_exit(tmp_path, "prepare()", "time.sleep(4)", 60)
-  assert "rank 0 (process 0) ran ep_prepare" in logs[1]
-
-
-@starts_ranks
-def test_at_exit_a_process_waits_for_its_programs(tmp_path):
-  """An exiting process waits up to `timeout_s`, but not after an exception.
-
-  The exception occurs while the other process waits.
-  """
-  ended = tmp_path / "ended"
-  waits = f"x = sleep(); pathlib.Path({str(ended)!r}).touch()"
-  exception = f"""\
-while not pathlib.Path({str(ended)!r}).exists():
-    time.sleep(0.1)
-  time.sleep(1)
-  x = sleep()
-  sys.excepthook = sys.__excepthook__
-  1 / 0"""
-  logs = run_at_exit(tmp_path, waits, exception, 3)
-  assert "At exit: ep: programs that this process has" in logs[0]
-  assert "by zero" in logs[1] and "At exit" not in logs[1]
-
-
-@starts_ranks
-def test_at_exit_the_programs_of_one_process_complete(tmp_path):
-  """If an op failed, other devices would wait in the `pmean` indefinitely."""
-  program = """
-import jax
-from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
-import ep
-
-jax.config.update("jax_num_cpu_devices", 4)
-mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
-layer = ep.EpLayerConfig(ep.ep_bootstrap(mesh, num_experts=2, top_k=1))
-
-def steps(x):
-  def step(_, x):
-    handle = ep.ep_prepare(layer, jax.numpy.zeros((8, 1), int))
-    rows, weights = ep.ep_dispatch(handle, x, jax.numpy.ones((8, 1)))
-    return lax.pmean(ep.ep_combine(handle, rows, weights), "dp")
-  return lax.fori_loop(0, 500, step, x)
-
-shards = P(("dp", "ep"))
-program = jax.jit(jax.shard_map(
-  steps, mesh=mesh, in_specs=shards, out_specs=shards, check_vma=False))
-print(program(jax.numpy.ones((32, 8))).shape)
-"""
-  assert run_ranks(tmp_path, program, 1) == ["(32, 8)\n"]
-
-
 def segments():
   """Returns the bytes of shared memory in which this process stages rows."""
   maps = pathlib.Path("/proc/self/maps").read_text()
@@ -330,3 +201,70 @@ def test_segments_are_used_again():
     # The five ops of `everything` and a second combine may run concurrently. A
     # segment has at most four times the bytes of its exchange.
     assert bytes <= segments() < before + 4 * 6 * bytes
+
+
+# --- Children -----------------------------------------------------------------
+#
+# A rank may fork children, which load data, for example. Their exit does not
+# affect the group of the rank. A child must not call JAX, which warns that the
+# child has none of the threads of JAX.
+
+
+def run_child(act):
+  """Forks a child that calls `act`, and checks that the child exits with 0."""
+  pid = os.fork()
+  if pid == 0:
+    code = 1
+    try:
+      act()
+      code = 0
+    finally:
+      os._exit(code)
+  assert os.waitpid(pid, 0) == (pid, 0)
+
+
+def run_exit_handlers():
+  """Runs Python's exit handlers, except those of JAX.
+
+  JAX's handlers use the parent's connection to the coordination service, and
+  would also terminate the parent.
+  """
+  groups_of_process._close_all()
+  weakref.finalize._exitfunc()
+
+
+def expect_refused(group):
+  """Checks that every use of the group raises an error with the parent's id."""
+  owner = f"the id {os.getppid()}, of which this one is a forked child"
+  case = Case(ep.EpLayerConfig(group))
+  for use in (group.raise_failures, lambda: case.run(handle_of)):
+    with pytest.raises(RuntimeError, match=owner):
+      use()
+  ep.ep_finalize(group)
+
+
+@only_native
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_the_parent_goes_on():
+  """The parent's results stay exact, and all ranks can finalize the group."""
+  group = bootstrap(make_mesh({"ep": 4}), timeout_s=TIMEOUT_S)
+  case = Case(ep.EpLayerConfig(group))
+
+  step = case.check_round_trip
+  step()
+
+  def drop():
+    vars(group).clear()
+    gc.collect()
+
+  for child in run_exit_handlers, lambda: expect_refused(group), drop:
+    run_child(child)
+    step()
+  loader = multiprocessing.get_context("fork").Process(
+    target=ep.ep_finalize, args=(group,)
+  )
+  loader.start()
+  loader.join()
+  assert loader.exitcode == 0
+  step()
+  ep.ep_finalize(group)

@@ -16,7 +16,7 @@ from jax._src.lib import _jax
 import pytest
 
 from ep._src.base import processes
-from ep._src.group.meeting import Meeting
+from ep._src.group import meeting
 
 TERMS = {f"field {n}": "x" * 40 for n in range(30)} | {"top_k": "2"}
 TIMEOUT_S = 60.0
@@ -70,13 +70,13 @@ class Store:
 def meetings(clients, timeout_s=TIMEOUT_S, folder="m/0"):
   members = range(len(clients))
   return [
-    Meeting("ep_test", c, folder, members, me, timeout_s)
+    meeting.Meeting("ep_test", c, folder, members, me, timeout_s)
     for me, c in enumerate(clients)
   ]
 
 
-def introduction(meeting):
-  return dict(address=f"process {meeting.me}", id="x" * 128)
+def introduction(m):
+  return dict(address=f"process {m.me}", id="x" * 128)
 
 
 @pytest.fixture
@@ -176,8 +176,11 @@ def differ(m):
     (die, RuntimeError, "process {odd} died; restart"),
   ],
 )
-def test_all_processes_raise_the_error_of_one(service, odd, act, error, words):
-  timeout_s = 2.0 if act is stay_away else TIMEOUT_S
+def test_all_processes_raise_the_error_of_one(
+  service, odd, act, error, words, monkeypatch
+):
+  monkeypatch.setattr(meeting, "_PATIENT_S", 0.5)
+  timeout_s = 0.5 if act is stay_away else TIMEOUT_S
   every = meetings(service(4), timeout_s)
 
   def meet(m):

@@ -1,16 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program on a mesh in another order is exact, or fails on all ranks."""
+"""Groups of a mesh in another order, and of an `AbstractMesh` without devices.
+
+A program on a mesh in another order is exact, or fails on all ranks.
+"""
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax import export
+import jax.numpy as jnp
+from jax.sharding import (
+  AbstractMesh,
+  AxisType,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+)
 import numpy as np
 import pytest
 
 from cases import assert_same, Case, expected, run_on
 from conftest import make_mesh, refused, to_global
 import ep
-from groups import bootstrap, failing, not_with_xla, spec
-from op_functions import round_trip
+from groups import (
+  bootstrap,
+  E,
+  failing,
+  H,
+  K,
+  not_with_xla,
+  of_one_process,
+  spec,
+  T,
+)
+from op_functions import Ops, round_trip, Sizes
 
 AXES = {"dp": 2, "ep": 2}
 
@@ -80,3 +101,113 @@ def test_processes_with_different_orders_do_not_bootstrap():
   mesh = mesh_of([0, 1, 3, 2] if odd else [0, 1, 2, 3], ("dp", "ep"))
   with refused("ep_bootstrap", "mesh = "):
     bootstrap(mesh)
+
+
+# --- Abstract meshes ----------------------------------------------------------
+
+RANKS = 64
+# By default jax.export refuses all custom calls, even those of XLA.
+RAGGED = export.DisabledSafetyCheck.custom_call("ragged_all_to_all")
+
+
+@pytest.fixture
+def layer():
+  mesh = AbstractMesh((8, 8), ("dp", "ep"))
+  with bootstrap(mesh, num_experts=RANKS, backend=None) as group:
+    yield ep.EpLayerConfig(group)
+
+
+def inputs(layer):
+  """Returns the global shapes of tokens, ids and weights."""
+  group = layer.group
+  sharding = NamedSharding(group.mesh, PartitionSpec(group.token_axes))
+  return [
+    jax.ShapeDtypeStruct(
+      (group.num_token_ranks * T, width), dtype, sharding=sharding
+    )
+    for width, dtype in ((H, jnp.float32), (K, jnp.int32), (K, jnp.float32))
+  ]
+
+
+def loss(layer):
+  def fn(tokens, topk_idx, weights):
+    ops = Ops(ep.ep_prepare(layer, topk_idx))
+    return jnp.sum(round_trip(ops, tokens, weights))
+
+  return fn
+
+
+@of_one_process
+def test_shapes_of_every_op(layer):
+  def ops(tokens, topk_idx, weights):
+    handle = ep.ep_prepare(layer, topk_idx)
+    recv, recv_weights = ep.ep_dispatch(handle, tokens, weights)
+    out = ep.ep_combine(handle, recv, weights=recv_weights)
+    return handle, recv, recv_weights, out
+
+  C, L = layer.capacity, layer.num_local_experts
+  mem, *shapes = jax.tree.leaves(jax.eval_shape(ops, *inputs(layer)))
+  assert (mem.shape[0], mem.dtype) == (RANKS, jnp.uint8)
+  assert [(x.shape, x.dtype) for x in shapes] == [
+    *(((RANKS, n), jnp.int32) for n in (L, L, 1, L, 1)),
+    ((RANKS * T, K), jnp.bool_),
+    ((RANKS, C, H), jnp.float32),
+    ((RANKS, C), jnp.float32),
+    ((RANKS * T, H), jnp.float32),
+  ]
+
+
+@of_one_process
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_export_for_other_machines(layer, platform):
+  result = export.export(
+    jax.jit(jax.grad(loss(layer))),
+    platforms=[platform],
+    disabled_checks=[RAGGED],
+  )(*inputs(layer))
+  assert result.nr_devices == RANKS
+  text = result.mlir_module()
+  assert ("@ragged_all_to_all" in text) == (platform != "cpu")
+
+
+def exported(mesh):
+  """Exports a program of `round_trip` from shapes alone."""
+  with bootstrap(mesh, name="plan", backend=None) as group:
+    layer = ep.EpLayerConfig(group)
+
+    def program(topk_idx, *x):
+      handle = ep.ep_prepare(layer, topk_idx)
+      return round_trip(Ops(handle), *x), Ops(handle).sizes()
+
+    tokens, ids, weights = inputs(layer)
+    return export.export(jax.jit(program))(ids, tokens, weights)
+
+
+@of_one_process
+def test_an_exported_program_runs():
+  program = jax.jit(exported(AbstractMesh((2, 2), ("dp", "ep"))).call)
+  with bootstrap(make_mesh({"dp": 2, "ep": 2}), backend="xla") as group:
+    case = Case(ep.EpLayerConfig(group), "skewed", whole=True)
+    tokens, weights = case.tokens(), case.weights()
+    args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
+    want = expected(case, round_trip, tokens, weights), case.oracle.sizes()
+    assert_same(program(*args), want)
+
+    # An exported program cannot call Python to raise an error. Instead, all
+    # ranks of the domain return NaN outputs, and sizes of 0 or -1.
+    refused = np.nan, Sizes(0, 0, -1, 0, -1, False)
+    wrong = case.topk_idx.copy()
+    wrong[0, 0] = E
+    args[0] = case.put(wrong)
+    want = jax.tree.map(np.array, want)
+    for array, value in zip(
+      *map(jax.tree.leaves, (want, refused)), strict=True
+    ):
+      array[: len(array) // 2] = value
+    assert_same(program(*args), want)
+
+
+@of_one_process
+def test_native_backends_need_devices():
+  with pytest.raises(ValueError, match="AbstractMesh"):
+    bootstrap(AbstractMesh((4,), ("ep",)), backend="host")

@@ -4,6 +4,7 @@
 The last process differs from all others, which run the same program.
 """
 
+import concurrent.futures
 import functools
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import pytest
 
-from cases import Case
+from cases import Case, global_view
 from conftest import make_mesh
 import ep
 from ep._src.group import agreement
@@ -48,8 +49,7 @@ def make_layer(group, request):
   return functools.partial(ep.EpLayerConfig, group, name=request.node.name)
 
 
-def expect_words(error, *words):
-  message = str(error.value)
+def expect_words(message, *words):
   for word in words:
     assert word in message, message
 
@@ -62,7 +62,7 @@ def expect_disagreement(group, fn, *words):
   """Checks that `fn` fails on every rank, once and without a timeout."""
   with pytest.raises(ep.EpError) as error:
     jax.block_until_ready(fn())
-  expect_words(error, "the ranks disagree on ", *words)
+  expect_words(str(error.value), "the ranks disagree on ", *words)
   check_works(group)
 
 
@@ -110,7 +110,7 @@ def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
   with pytest.raises(error_type, match="^ep_resize: ") as error:
     ep.ep_resize(group, max_tokens_per_rank=either(odd, others))
   words = ["9", "same arguments"] if odd else ["0, but it must be positive"]
-  expect_words(error, "max_tokens_per_rank = ", *words)
+  expect_words(str(error.value), "max_tokens_per_rank = ", *words)
   check_works(group)
 
 
@@ -134,96 +134,125 @@ def test_a_handle_of_another_routing(group, make_layer, equal_counts):
   )
 
 
-def short_timeout_group():
-  return bootstrap(make_mesh({"ep": RANKS}), timeout_s=SHORT_TIMEOUT_S)
+# --- Ranks wait in vain -------------------------------------------------------
 
 
-def expect_timeout(fn, *words):
-  with pytest.raises(ep.EpError) as error:
-    jax.block_until_ready(fn())
-  expect_words(error, f"waited timeout_s = {SHORT_TIMEOUT_S:g} s for ", *words)
-  # If one rank closed the group now, the other ranks would report the closing.
-  multihost_utils.sync_global_devices("timeout")
+class Waits:
+  """Programs in which ranks wait for each other until `timeout_s`.
 
+  Each method compiles a program for a new group, and returns a function that
+  runs it. All of them run at the same time. `errors` has their errors on this
+  rank.
+  """
 
-def test_ops_in_another_order():
-  """Ranks time out if one rank orders independent ops in another way."""
-  group = short_timeout_group()
+  ALL = ("ops_in_another_order", "one_call_fewer", "other_programs", "compiled")
 
-  def branches(ops, tokens, weights, rows):
-    if ODD:
-      out = ops.combine(rows)
-      return ops.dispatch(tokens, weights), out
-    recv = ops.dispatch(tokens, weights)
-    return recv, ops.combine(rows)
-
-  case = Case(ep.EpLayerConfig(group))
-  arrays = case.tokens(), case.weights(), case.rows()
-  expect_timeout(lambda: case.run(branches, *arrays), "op 3", "op 4")
-  ep.ep_finalize(group)
-
-
-def test_one_call_fewer():
-  group = short_timeout_group()
-  case = Case(ep.EpLayerConfig(group, name="moe_3"))
-  step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
-  topk_idx = case.put(case.topk_idx)
-  for _ in range(2):
-    jax.block_until_ready(step(topk_idx))
-  if ODD:
+  def __init__(self):
+    self.errors, runs = {}, {}
+    make = functools.partial(bootstrap, timeout_s=SHORT_TIMEOUT_S)
+    groups = {name: make(make_mesh({"ep": RANKS})) for name in self.ALL}
+    for name, group in groups.items():
+      case = Case(ep.EpLayerConfig(group, name="moe_3"))
+      runs[name] = getattr(self, name)(case)
+    with concurrent.futures.ThreadPoolExecutor(len(runs)) as pool:
+      list(pool.map(self.note_error, runs, runs.values()))
+    # If one rank closed a group now, the other ranks would report the closing.
     multihost_utils.sync_global_devices("timeout")
-    with pytest.raises(RuntimeError) as error:
+    if ODD:
+      group = groups.pop("one_call_fewer")
+      self.note_error("one_call_fewer", lambda: ep.ep_finalize(group))
+    for group in groups.values():
       ep.ep_finalize(group)
-    expect_words(
-      error, "ep_finalize", "rank 0", '(layer "moe_3"), step 2 of', "equally"
+
+  def note_error(self, name, run):
+    try:
+      jax.block_until_ready(run())
+    except ep.EpError as e:
+      self.errors[name] = str(e)
+
+  def compile(self, fn, case, *args):
+    args = [*map(case.put, args)]
+    return functools.partial(jax.jit(fn).lower(*args).compile(), *args)
+
+  def ops_in_another_order(self, case):
+    """One rank orders independent ops in another way."""
+
+    def branches(ops, tokens, weights, rows):
+      if ODD:
+        out = ops.combine(rows)
+        return ops.dispatch(tokens, weights), out
+      recv = ops.dispatch(tokens, weights)
+      return recv, ops.combine(rows)
+
+    inputs = case.topk_idx, case.tokens(), case.weights(), case.rows()
+    return self.compile(global_view(case.layer, branches), case, *inputs)
+
+  def one_call_fewer(self, case):
+    step = self.compile(
+      lambda x: ep.ep_prepare(case.layer, x).group_sizes, case, case.topk_idx
     )
-  else:
-    expect_timeout(
-      lambda: step(topk_idx),
-      '(layer "moe_3"), step 2 of',
-      f"rank {RANKS - 1} (process {RANKS - 1}) whose last op was",
-      '(layer "moe_3"), step 1 of',
-    )
-    ep.ep_finalize(group)
+    for _ in range(2):
+      jax.block_until_ready(step())
+    return (lambda: None) if ODD else step
 
+  def other_programs(self, case):
+    def train(x):
+      return ep.ep_prepare(case.layer, x).group_sizes
 
-def test_other_programs():
-  group = short_timeout_group()
-  case = Case(ep.EpLayerConfig(group))
+    def evaluate(x):
+      return ep.ep_prepare(case.layer, x).token_counts
 
-  def train(x):
-    return ep.ep_prepare(case.layer, x).group_sizes
+    return self.compile(either(evaluate, train), case, case.topk_idx)
 
-  def evaluate(x):
-    return ep.ep_prepare(case.layer, x).token_counts
-
-  expect_timeout(
-    lambda: jax.jit(either(evaluate, train))(case.put(case.topk_idx)),
-    "jit_train",
-    "jit_evaluate",
-  )
-  ep.ep_finalize(group)
-
-
-def test_another_number_of_compilations():
-  """One process compiles a program again, and the others do not."""
-  group = short_timeout_group()
-  case = Case(ep.EpLayerConfig(group, name="moe_3"))
-  step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
-  topk_idx = case.put(case.topk_idx)
-  if ODD:
+  def compiled(self, case):
+    """One process compiles a program again, and the others do not."""
+    topk_idx = case.put(case.topk_idx)
+    step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
     options = {"xla_backend_optimization_level": 0}
-    step.lower(topk_idx).compile(compiler_options=options)
-  expect_timeout(
-    lambda: step(topk_idx), "another copy", "compile it alike", "moe_3"
-  )
-  ep.ep_finalize(group)
+    if ODD:
+      step.lower(topk_idx).compile(compiler_options=options)
+    return functools.partial(step.lower(topk_idx).compile(), topk_idx)
+
+
+@pytest.fixture(scope="module")
+def waits():
+  return Waits()
+
+
+_WAITED = f"waited timeout_s = {SHORT_TIMEOUT_S:g} s for "
+
+
+def test_ops_in_another_order(waits):
+  expect_words(waits.errors["ops_in_another_order"], _WAITED, "op 3", "op 4")
+
+
+def test_one_call_fewer(waits):
+  error = waits.errors["one_call_fewer"]
+  if ODD:
+    words = "ep_finalize", "rank 0", '(layer "moe_3"), step 2 of', "equally"
+    return expect_words(error, *words)
+  missing = f"rank {RANKS - 1} (process {RANKS - 1}) whose last op was"
+  layers = '(layer "moe_3"), step 2 of', '(layer "moe_3"), step 1 of'
+  expect_words(error, _WAITED, missing, *layers)
+
+
+def test_other_programs(waits):
+  words = "jit_train", "jit_evaluate"
+  expect_words(waits.errors["other_programs"], _WAITED, *words)
+
+
+def test_another_number_of_compilations(waits):
+  words = "another copy", "compile it alike", "moe_3"
+  expect_words(waits.errors["compiled"], _WAITED, *words)
+
+
+# --- Bootstraps ---------------------------------------------------------------
 
 
 def expect_no_bootstrap(*words, **options):
   with pytest.raises((ValueError, RuntimeError)) as error:
     bootstrap(make_mesh({"ep": RANKS}), **options)
-  expect_words(error, "ep_bootstrap", *words)
+  expect_words(str(error.value), "ep_bootstrap", *words)
   return str(error.value)
 
 

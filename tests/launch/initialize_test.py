@@ -6,13 +6,15 @@ values from Python packages, which have imitations here.
 """
 
 import contextlib
-import subprocess
+import os
+import re
 import sys
 
 import pytest
 
 from ep import launch
 import hosts
+import jobs
 import programs
 
 
@@ -37,20 +39,19 @@ sys.stderr.write(f"rank {rank} of {ranks}: {everyone}\\n")  # Gloo uses stdout
 """
 
 
-def _check(start, folder):
-  """Starts both ranks by `start(rank, **options)`, and checks their output."""
-  logs = [folder / f"rank_{rank}.log" for rank in range(2)]
-  ranks = []
-  for rank, log in enumerate(logs):
-    with log.open("wb") as file:
-      ranks.append(start(rank, stdout=subprocess.DEVNULL, stderr=file))
-  for rank in ranks:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      rank.wait(100)
-    rank.kill()
-  outputs = [log.read_text() for log in logs]
-  for rank, output in enumerate(outputs):
-    assert f"rank {rank} of 2: [0, 1]\n" in output, outputs
+def _run(folder, program, hosts, **options):
+  """Runs a program on hosts, whose ranks must exit with 0; returns the logs."""
+  job = jobs.Plain(folder, "-c", program, hosts=hosts, **options)
+  with contextlib.closing(job):
+    codes = job.codes(100)
+  logs = [*map(job.log, job.ranks)]
+  assert not any(codes), logs
+  return logs
+
+
+def _check(folder, hosts=(jobs.ThisHost,) * 2, **options):
+  for rank, log in enumerate(_run(folder, _PROGRAM, hosts, **options)):
+    assert f"rank {rank} of 2: [0, 1]\n" in log, log
 
 
 def _slurm(rank):
@@ -124,25 +125,22 @@ COMM_TYPE_SHARED = None
 """
 
 
+def _path_with(folder):
+  return os.pathsep.join([*filter(None, sys.path), str(folder)])
+
+
 @pytest.mark.parametrize(
   "of_rank", [_slurm, _open_mpi_4, _open_mpi_5, _mpich, _slice, _two_slices]
 )
 def test_initialize_joins_the_processes_of_a_cluster(tmp_path, of_rank):
-  environment = programs.environment()
-  environment["JAX_COORDINATOR_PORT"] = str(programs.free_port())
-  environment["JAX_PLATFORMS"] = "cpu"
+  env = dict(JAX_COORDINATOR_PORT=str(programs.free_port()))
   if of_rank in (_open_mpi_5, _mpich):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py/MPI.py").write_text(_MPI4PY)
-    environment["PYTHONPATH"] += f":{tmp_path}"
+    env["PYTHONPATH"] = _path_with(tmp_path)
   if of_rank in (_slice, _two_slices):
-    environment |= _tpu(tmp_path)
-
-  def start(rank, **options):
-    argv = [sys.executable, "-c", _PROGRAM]
-    return subprocess.Popen(argv, env=environment | of_rank(rank), **options)
-
-  _check(start, tmp_path)
+    env |= _tpu(tmp_path)
+  _check(tmp_path, of_rank=of_rank, env=env)
 
 
 _KUBERNETES = """
@@ -176,28 +174,64 @@ exec "$@"
 """
 
 
+class _Pod:
+  """A simulated host with the files of a pod."""
+
+  def __init__(self, host, names):
+    self._host, self._argv = host, ["sh", "-ec", _POD, str(names)]
+
+  def start(self, argv, **options):
+    return self._host.start([*self._argv, *argv], **options)
+
+
 def test_initialize_joins_the_pods_of_a_jobset(tmp_path):
-  """A pod is a simulated host, and has the names that JobSet gives it."""
+  """A pod has the names that JobSet gives it."""
   (tmp_path / "kubernetes.py").write_text(_KUBERNETES)
   names = tmp_path / "hosts"
-  environment = programs.environment(
-    JAX_PLATFORMS="cpu", KUBERNETES_SERVICE_HOST="10.64.0.99"
-  )
-  environment["PYTHONPATH"] += f":{tmp_path}"
-  with hosts.two_hosts() as pods:
+  with hosts.two_hosts() as both:
     lines = ["127.0.0.1 localhost"]
-    for index, pod in enumerate(pods):
+    for index, host in enumerate(both):
       name = f"train-workers-0-{index}"
-      lines.append(f"{pod.address} {name} {name}.train")
+      lines.append(f"{host.address} {name} {name}.train")
     names.write_text("\n".join(lines))
+    _check(
+      tmp_path,
+      [_Pod(host, names) for host in both],
+      of_rank=lambda rank: dict(
+        HOSTNAME=f"train-workers-0-{rank}", JOB_COMPLETION_INDEX=str(rank)
+      ),
+      env=dict(
+        KUBERNETES_SERVICE_HOST="10.64.0.99", PYTHONPATH=_path_with(tmp_path)
+      ),
+    )
 
-    def start(rank, **options):
-      own = {"HOSTNAME": f"train-workers-0-{rank}"}
-      own["JOB_COMPLETION_INDEX"] = str(rank)
-      argv = ["sh", "-ec", _POD, str(names), sys.executable, "-c", _PROGRAM]
-      return pods[rank].start(argv, env=environment | own, **options)
 
-    _check(start, tmp_path)
+_ON_TWO_HOSTS = """
+from cases import Case  # makes this process a rank
+import ep
+from groups import group, layer
+from op_functions import everything
+for backend in None, "host":
+  try:
+    with ep.ep_bootstrap(group().mesh, num_experts=4, backend=backend) as new:
+      print(f"picked {new.backend}")
+  except ValueError as e:
+    print(f"refused {e}")
+case = Case(layer(), "skewed", whole=True)
+case.check(everything, *case.inputs())
+print("checked")
+"""
+
+
+def test_between_hosts_xla_is_right_and_host_says_why_not(tmp_path):
+  options = dict(devices=2, env={"EP_TEST_BACKEND": "xla"})
+  with hosts.two_hosts() as both:
+    logs = _run(tmp_path, _ON_TWO_HOSTS, both, **options)
+  for rank, log in enumerate(logs):
+    assert "picked xla" in log
+    words = f"processes {rank} and {1 - rank} run on different hosts"
+    assert re.search(rf"refused ep_bootstrap: .*{words}", log), log
+    assert "checked" in log
 
 
 @pytest.mark.parametrize(

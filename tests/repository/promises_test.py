@@ -33,23 +33,24 @@ PROMISES = {
   "errors": {
     "Errors by cause": "ops/errors: an_id_out_of_range,"
     " a_handle_that_was_not_prepared; group/mismatch: other_layers;"
-    " group/death: two_jobs_do_not_mix; refusals: refuses",
+    " group/ends: two_jobs_do_not_mix; refusals: refuses",
     "My job hangs": "watch/watch: a_process_that_is_elsewhere_is_named,"
     " a_stopped_process_is_named",
-    "Read a missing rank": "group/failure: a_rank_that_never_arrives_at_an_op",
+    "Read a missing rank": "group/ends: a_rank_dies",
     "Checked mode": "ops/checked: a_combine_that_is_not_finite",
-    "Collectives of XLA": "group/failure: a_rank_that_waits_in_a_psum",
+    "Collectives of XLA": "group/ends:"
+    " ranks_wait_in_a_psum_for_a_rank_that_failed",
     "Other backends": "moe/flagged: a_handle_carries_each_fault,"
     " metrics_carry_each_fault;"
     " backends/xla_backend: a_forged_handle_gives_nan",
-    "When a process of `xla` is missing": "group/left:"
-    " a_missing_process_is_named",
-    "Promises": "group/failure: survivors_of_deaths_get_an_error;"
-    " group/lifetime: groups; group/soak: soak; group/fork: the_parent_goes_on",
+    "When a process of `xla` is missing": "group/ends:"
+    " a_rank_of_xla_is_missing, all_that_left_are_named",
+    "Promises": "group/ends: a_rank_dies, a_rank_exits; group/soak: soak;"
+    " group/lifetime: groups, the_parent_goes_on",
   },
   "sharp_bits": {
     "Everyone": "",
-    "Launches in flight": "group/threads: many_threads",
+    "Launches in flight": "group/concurrency: many_threads",
     "Finalize after the results": "ops/errors:"
     " leaving_a_groups_context_waits_for_programs_in_flight;"
     " group/lifetime: finalize_with_launches_in_flight",
@@ -58,7 +59,8 @@ PROMISES = {
     " segments_do_not_depend_on_the_tail",
     "Same code, same order": "group/mismatch: another_number_of_compilations",
     "Rare": "",
-    "One order of launches": "group/threads: a_run_goes_on_after_another",
+    "One order of launches": "group/concurrency:"
+    " a_thread_goes_on_after_another",
     "All mesh axes manual": "ops/arrays: a_mesh_that_is_not_the_groups",
     "The mesh of the group, device by device": "group/mesh:"
     " other_orders_of_the_devices_are_refused",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.watch counts the steps of one process, and reads states of processes."""
+"""ep.watch counts steps, reads states of processes, and reports a stall."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -19,14 +20,10 @@ import conftest  # makes this process a rank
 import ep
 from ep._src.base import compat
 from ep._src.group import liveness
+from ep._tools.watch.report import report
+from ep._tools.watch.sharing import Record
+import jobs
 import programs
-
-
-def wait_until(holds):
-  deadline = time.monotonic() + 30
-  while not holds():
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
 
 
 def test_a_process_without_peers_reports_one_stall(capsys):
@@ -73,12 +70,12 @@ def test_a_process_without_peers_reports_one_stall(capsys):
 
     thread = threading.Thread(target=step)
     thread.start()
-    wait_until(lambda: has("stands still"))
+    jobs.wait_until(lambda: has("stands still"))
     time.sleep(1)
     assert not has("goes on")
     may_go_on.set()
     thread.join()
-    wait_until(lambda: has("ep.watch: process 0 goes on."))
+    jobs.wait_until(lambda: has("ep.watch: process 0 goes on."))
   text = "".join(lines)
   assert text.count("process 0 of 1 stands still for") == 1
   assert re.search(r'(began|launched) step 0 \("train"\).* for \d s\.', text)
@@ -100,12 +97,12 @@ def test_donated_results_and_failed_programs_count(capsys):
       with ep.watch.step() as launched:
         x = launched(add(x))
     assert steps.begun == int(x[0]) > 2
-    wait_until(lambda: steps.finished == steps.begun)
+    jobs.wait_until(lambda: steps.finished == steps.begun)
     assert len(steps._pending) + len(steps._new) == 0
     with pytest.raises(jax.errors.JaxRuntimeError):
       with ep.watch.step() as launched:
         jax.block_until_ready(launched(program(x)))
-    wait_until(lambda: steps.finished == steps.begun)
+    jobs.wait_until(lambda: steps.finished == steps.begun)
     assert steps.raised.startswith("JaxRuntimeError: INTERNAL: CpuCallback")
     with ep.watch.step():
       pass
@@ -123,7 +120,7 @@ def test_a_step_inside_another_ends_with_it():
         steps.poll()
         assert (steps.begun, steps.finished) == (begun, begun - 2)
         outer(jnp.zeros(1))
-      wait_until(lambda begun=begun: steps.finished == begun)
+      jobs.wait_until(lambda begun=begun: steps.finished == begun)
       assert steps.launched == begun
 
 
@@ -154,17 +151,22 @@ with ep.watch(stall_s=0.5, exit_after_s=0.5):
 """
 
 
-@pytest.mark.parametrize("pipe", ["full", "broken"])
-def test_a_process_ends_although_it_cannot_print(pipe):
-  """Nobody reads the pipe, so that the step stands still; or it is closed."""
+def test_a_process_ends_although_it_cannot_print():
+  """Nobody reads one pipe, so that the step stands still; another is closed."""
   options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-  argv = [sys.executable, "-c", _BLOCKED, pipe]
-  child = subprocess.Popen(argv, env=programs.environment(), **options)
-  with child.stdout as reader:
-    assert reader.readline().endswith(b"ready\n")
-    if pipe == "broken":
-      reader.close()
-    assert child.wait(60) == 70
+  children = [
+    subprocess.Popen(
+      [sys.executable, "-c", _BLOCKED, pipe],
+      env=programs.environment(),
+      **options,
+    )
+    for pipe in ("full", "broken")
+  ]
+  for child in children:
+    assert child.stdout.readline().endswith(b"ready\n")
+  children[1].stdout.close()
+  assert [child.wait(60) for child in children] == [70, 70]
+  children[0].stdout.close()
 
 
 def test_a_process_has_one_watch():
@@ -191,10 +193,61 @@ def test_a_stopped_and_a_dead_process_are_told_apart(monkeypatch):
   try:
     for number, state in (0, ""), (signal.SIGSTOP, "stopped"):
       child.send_signal(number)
-      wait_until(lambda state=state: liveness.states(client) == {0: state})
+      jobs.wait_until(lambda state=state: liveness.states(client) == {0: state})
   finally:
     child.kill()
-  wait_until(lambda: liveness.states(client) == {0: "dead"})
+  jobs.wait_until(lambda: liveness.states(client) == {0: "dead"})
   assert liveness.dead(client, [0, 1]) == [0]
   child.communicate()
   assert liveness.states(client) == {0: "dead"}
+
+
+_WAITS = Record(
+  host="a", pid=10, time=0.0, still_s=60.0, begun=6, launched=6, finished=5,
+  name="train", raised="", has_left=False, stack='File "t.py", line 1 in f',
+)  # fmt: skip
+
+
+def with_values(**changes):
+  return dataclasses.replace(_WAITS, **changes)
+
+
+def test_equal_processes_have_one_entry():
+  records = {p: with_values(pid=10 + p) for p in (0, 1, 2, 4)}
+  records[3] = with_values(
+    host="b", pid=7, begun=5, launched=5, stack="\x1b[2J"
+  )
+  assert [*report(0, 6, records, {}, "")] == [
+    "ep.watch: process 0 of 6 stands still for 60 s. Step 5 is the first that"
+    " some process has not finished:",
+    '  process 3 (b, pid 7): has not begun step 5; finished step 4 ("train"),'
+    " for 60 s. Python:",
+    "    ?[2J",
+    '  processes 0-2, 4 (a, pid 10, 11, 12, 14): launched step 5 ("train"), but'
+    " step 5 has not finished, for 60 s. Python:",
+    '    File "t.py", line 1 in f',
+    "  process 5: unknown; no record of ep.watch.",
+  ]
+
+
+def test_ends_of_processes_are_told_apart():
+  """The old record of a silent process does not count as the job's step."""
+  records = {
+    0: _WAITS,
+    1: with_values(begun=3, launched=3, finished=3),
+    2: with_values(begun=5, launched=5, has_left=True, stack=""),
+    3: with_values(raised="KeyError: 1", finished=6, has_left=True, stack=""),
+    4: with_values(begun=9, launched=8),
+    5: with_values(begun=9, launched=9, finished=8, name="b"),
+  }
+  text = "\n".join(report(0, 6, records, {1: (90.0, "dead")}, ""))
+  assert "Step 5 is the first" in text
+  for line in (
+    "process 1 (a, pid 10): is dead. Its last record: has not begun step 3;"
+    ' finished step 2 ("train"), for 90 s.',
+    "process 2 (a, pid 10): left ep.watch, after 5 steps, for 60 s.",
+    "process 3 (a, pid 10): left ep.watch by KeyError: 1, after 6 steps",
+    'process 4 (a, pid 10): launched step 8 ("train"), but step 5 has not',
+    'process 5 (a, pid 10): has finished step 5, and began step 8 ("b")',
+  ):
+    assert line in text

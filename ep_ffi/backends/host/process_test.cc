@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Tests the host backend between real processes: if a rank dies, all other
-// ranks fail with an error that names the dead rank.
+// ranks fail with an error that names the dead rank. If a rank stops and
+// continues, nothing fails.
 
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -255,6 +257,25 @@ TEST_P(DeathTest, ARankMayDieInFinalize) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, DeathTest, ::testing::ValuesIn(kWays));
+
+TEST(ProcessTest, AnyRankMayStopAtAnyMoment) {
+  Job job;
+  ExpectNothingSaid(job.Run([](Rank& rank) {
+    rank.Bootstrap(kTimeoutS);
+    Random random(1);
+    while (rank.num_posts() < 300 / kFewer) {
+      const pid_t pid = rank.records()[Uniform(random, 1, kNumRanks - 1)].pid;
+      if (rank.rank() == 0) kill(pid, SIGSTOP);
+      rank.Post();
+      if (rank.rank() == 0) {
+        usleep(Uniform(random, 0, 3000));
+        kill(pid, SIGCONT);
+      }
+      rank.Wait();
+    }
+    return rank.Close();
+  }));
+}
 
 // A forked child runs an op, closes the group, and destroys the group.
 TEST(ProcessTest, AForkedChildDoesNotDisturbItsParent) {
