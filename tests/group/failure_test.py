@@ -184,7 +184,8 @@ class Scenarios(Rank):
   def psum(self):
     """Makes ep_prepare fail in domain 0 after it has succeeded in domain 1."""
     mesh = make_mesh(MESHES["dp2_ep2"])
-    group = bootstrap(mesh, top_k=1, exit_after_s=EXIT_S)
+    options = dict(exit_after_s=EXIT_S, timeout_s=LONG_S)
+    group = bootstrap(mesh, top_k=1, **options)
     layer = ep.EpLayerConfig(group, name="moe_3", recv_capacity_per_rank=8)
 
     def before(domain):
