@@ -24,7 +24,7 @@ def check(case, dtype=jnp.float32, weighted=False, weight_dtype=jnp.float32):
   """
   inputs = [case.tokens(dtype), case.rows(dtype)]
   if weighted:
-    inputs = [(x * 55).astype(dtype) for x in inputs]
+    inputs = [(x * 11).astype(dtype) for x in inputs]
   if weighted:
     inputs.append(case.row_weights(weight_dtype))
   case.check(combine_and_back, *inputs)
