@@ -60,6 +60,8 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 TIMEOUT_S = 20.0
 
+_SHARDS = int(os.environ.get("TEST_TOTAL_SHARDS", 1))  # of Bazel's test
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
   """Adds options for test lengths; defaults depend on the process count."""
@@ -85,22 +87,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
   config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-  """Implements `--first_cases`: selects one case of each test function."""
-  if not config.option.first_cases:
-    return
-  seen, kept, others = set(), [], []
+  """Implements `--first_cases` and Bazel's shards.
+
+  `--first_cases` selects one case of each test function. A shard has all tests
+  with the same parameters, such as a row of layer_table.py, because these tests
+  share programs.
+  """
+  first, shards, kept, others = set(), {}, [], []
+  mine = int(os.environ.get("TEST_SHARD_INDEX", 0))
   for item in items:
-    function = item.nodeid.partition("[")[0]
-    (others if function in seen else kept).append(item)
-    seen.add(function)
+    function, _, parameters = item.nodeid.partition("[")
+    shard = shards.setdefault(parameters or function, len(shards)) % _SHARDS
+    is_other = config.option.first_cases and function in first
+    (others if is_other or shard != mine else kept).append(item)
+    first.add(function)
   config.hook.pytest_deselected(items=others)
   items[:] = kept
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+  """Lets a shard pass that has none of the selected tests."""
+  if _SHARDS > 1 and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    session.exitstatus = pytest.ExitCode.OK
+
+
 def pytest_configure(config: pytest.Config) -> None:
-  """Lets rank 0 write the test.xml that Bazel would otherwise generate."""
+  """Lets rank 0 write the test.xml that Bazel would otherwise generate.
+
+  Also tells Bazel that the test implements shards.
+  """
   if jax.process_index() == 0 and "XML_OUTPUT_FILE" in os.environ:
     config.option.xmlpath = os.environ["XML_OUTPUT_FILE"]
+  if "TEST_SHARD_STATUS_FILE" in os.environ:
+    pathlib.Path(os.environ["TEST_SHARD_STATUS_FILE"]).touch()
 
 
 @pytest.fixture

@@ -68,6 +68,7 @@ def ep_test(
         first_cases = True,
         smoke = [],
         quick_compiler = True,
+        shards = {},
         size = "medium",
         deps = [],
         data = [],
@@ -102,6 +103,8 @@ def ep_test(
       quick_compiler: whether XLA:CPU skips optimizations in layouts of one process,
         because the results do not depend on them. With several processes it
         always skips them; see conftest.py.
+      shards: the number of Bazel's shards of a variant, as {"1x4_cpu": 3}. Tests
+        with the same parameters are in one shard; see conftest.py.
       size: Bazel's size. XLA's compiler takes most of a test's time. The launcher
         terminates the ranks before Bazel's limit and logs their stacks.
       deps: dependencies of the files besides //tests:harness.
@@ -131,6 +134,7 @@ def ep_test(
                 "EP_TEST_QUICK_COMPILER": "1" if quick_compiler else "0",
                 "JAX_PLATFORMS": on.platform,
             },
+            shard_count = shards.get(suffix),
             tags = on.tags + ["cpu:{}".format(_cores(world))] +
                    (["smoke"] if suffix in smoke else []),
             deps = deps + on.deps + ["//tests:harness"],

@@ -135,7 +135,7 @@ ROWS = {
   "chunk": Row(
     dict(
       overflow="chunk",
-      capacity_factor=1.3,
+      capacity_factor=1.1,  # chunks would not fit without their padding
       up_activation=unit,
       shared_inner=SHARED,
     ),

@@ -66,6 +66,12 @@ def moe(params=None, x=None, config=None, options=None, **call):
   return made(params, zeros(N, H) if x is None else x, **call)
 
 
+def own(experts, params=None):
+  """Returns a change to a function of the caller, by default with matrices."""
+  params = dict(w=zeros(E, H, 9)) if params is None else params
+  return dict(experts=experts, params=params, w_up=None, w_down=None)
+
+
 def ragged(**arguments):
   """Calls `ep.lax.ragged_all_to_all` in a shard_map over "ep"."""
   call = functools.partial(ep.lax.ragged_all_to_all, **arguments)
@@ -265,21 +271,26 @@ TABLE = {
       (dict(w_up=zeros(E, H + 1, 2)), V, r"w_up has shape \(8, 8, 2\)"),
       (dict(w_up=zeros(2, H, 2)), V, "each of all experts"),
       (dict(w_down=zeros(E, H, 2)), V, r"w_down has shape \(8, 7, 2\)"),
+      (dict(w_down=zeros(E, 2, H, dtype=np.float16)), F, "w_down is float16"),
       (dict(w_gate=zeros(E, H, 3)), V, r"w_gate has shape \(8, 7, 3\)"),
       (dict(activation="gelu"), F, "activation.*'gelu' is a str.*jax.nn.gelu"),
       (dict(experts=max), F, r"experts and \['w_up', 'w_down'\]"),
       (dict(experts=3, w_up=None, w_down=None), F, "experts = 3"),
       (dict(params=zeros(E, 1)), F, "or experts=... and params=..."),
+      (own(lambda s, p, x: x[:, 1:]), V, "like the rows"),
       (
-        dict(experts=max, params=zeros(3, 2), w_up=None, w_down=None),
+        own(lambda s, p, x: s.matmul(x[:, 1:], p["w"])),
         V,
-        r"params has shape \(3, 2\), but \[8, ...\]",
+        r"got rows \(\d+, 6\) and matrices \(\d, 7, 9\); expected",
       ),
       (
-        dict(experts=max, params=ids(E, 2), w_up=None, w_down=None),
-        F,
-        "params is int32",
+        own(lambda s, p, x: s.map(jnp.add, x, p["w"][:, 0])),
+        V,
+        r"got arrays of shapes \(\d+, 7\), \(\d, 9\); expected \[\d+, ...\]",
       ),
+      (own(max, zeros(3, 2)), V, r"params has shape \(3, 2\), but \[8, ...\]"),
+      (own(max, dict(w=zeros(3, 2))), V, r"params\['w'\]"),
+      (own(max, ids(E, 2)), F, "params is int32"),
       (dict(implementation="fast"), V, "moe_3.*'fast'.*'tiles'.*a function"),
       (dict(return_handle=1), F, "return_handle = 1 .*True or False"),
       (dict(pad="yes"), F, "pad = 'yes' .*True or False"),
@@ -496,6 +507,8 @@ TABLE = {
     [
       (dict(experts=3), V, "ep.Placement: experts have shape"),
       (dict(experts=[0, 2]), V, "ep.Placement: experts have shape"),
+      (dict(experts=[-1, 0]), V, "ep.Placement: experts have shape"),
+      (dict(experts=jnp.int32(0)), V, "ep.Placement: experts have shape"),
       (dict(experts=[0, 2**60]), V, "ep.Placement: experts have shape"),
       (dict(experts=[[0, 1], [1, 1]]), V, "ep.Placement: experts have shape"),
       (dict(experts=zeros(0, 4, dtype=int)), V, "experts have shape"),

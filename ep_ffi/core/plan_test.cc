@@ -219,16 +219,17 @@ TEST(PlanTest, RejectsSwappedRoutes) {
 }
 
 TEST(PlanTest, FingerprintsDifferByRoutingAndDomain) {
-  Choices other = kSmallChoices;
+  Choices other = kSmallChoices, swapped = kSmallChoices;
   other[1][0] = 2;
+  std::swap(swapped[0][0], swapped[0][2]);  // each expert has as many tokens
   std::set<uint64_t> fingerprints;
-  for (const Choices& topk_idx : {kSmallChoices, other}) {
+  for (const Choices& topk_idx : {kSmallChoices, other, swapped}) {
     for (int64_t domain : {0, 1}) {
       const BuiltPlan built(kSmall, 0, SortAll(kSmall, topk_idx), domain);
       fingerprints.insert(OpenValid(kSmall, 0, built.mem).fingerprint());
     }
   }
-  EXPECT_EQ(4u, fingerprints.size());
+  EXPECT_EQ(6u, fingerprints.size());
 }
 
 TEST(ValidateDimsTest, RejectsInvalidSizes) {

@@ -233,6 +233,20 @@ def test_a_rank_with_a_forged_handle_sends_nan(cannot_raise):
   assert_same(actual, tuple(expected))
 
 
+def test_handles_of_two_routings_are_refused():
+  case = Case(layer())
+
+  def mixed(ops, tokens, weights):
+    other = ep.ep_prepare(case.layer, case.topk_idx[::-1])
+    first = jnp.arange(len(other.mem))[:, None] == 0
+    mem = jnp.where(first, other.mem, ops.handle.mem)
+    handle = dataclasses.replace(ops.handle, mem=mem)
+    return dispatch(Ops(handle), tokens, weights)
+
+  words = ["ep_dispatch", "disagree on the routing of the handle"]
+  case.check_error(words, mixed, case.tokens(), case.weights())
+
+
 # --- The default backend -----------------------------------------------------
 
 

@@ -6,7 +6,6 @@ gated expert does. The dense reference looks up a matrix for each row.
 """
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
@@ -126,54 +125,6 @@ def test_vmap(batched):
   close(inner, expected)
   for got, of_each, b in zip(outer, expected[1], is_batched[:3], strict=True):
     close(got, of_each if b else of_each.sum(0))
-
-
-def test_jacobian():
-  close(
-    jit_quickly(jax.jacrev(gated, (0, 1)))(*inputs()),
-    jit_quickly(jax.jacfwd(dense, (0, 1)))(*inputs()),
-  )
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(check_vma):
-  """Rows differ per rank, and matrices are replicated."""
-  mesh = make_mesh({"ep": 2})
-  x, w, v = inputs(lead=(2,))
-  ranks = PartitionSpec("ep")
-
-  def loss(x, w, v):
-    return lax.psum(scalar(gated)(x, w, v), "ep")
-
-  got = jit_quickly(
-    jax.grad(
-      jax.shard_map(
-        loss,
-        mesh=mesh,
-        in_specs=(ranks, PartitionSpec(), PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=check_vma,
-      ),
-      (0, 1, 2),
-    )
-  )(np.concatenate(x), w[0], v[0])
-  same = (np.stack([m[0], m[0]]) for m in (w, v))
-  of_x, *of_matrices = of_examples(x, *same)[1]
-  close(got, (np.concatenate(of_x), *(g.sum(0) for g in of_matrices)))
-
-
-def test_scan_and_checkpoint():
-  args = inputs(lead=(2,))
-
-  @jax.checkpoint
-  def layer(total, args):
-    return total + scalar(gated)(*args), None
-
-  def loss(*args):
-    return lax.scan(layer, 0.0, args)[0]
-
-  got = jit_quickly(jax.grad(loss, (0, 1, 2)))(*args)
-  close(got, of_examples(*args)[1])
 
 
 def test_eager_calls_compile_once():

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, rounded
+from cases import Case, rounded
 from conftest import assert_shards_close, to_global
 import ep
 from ep.testing import _dense
@@ -29,7 +29,6 @@ from layer_steps import (
   whole,
 )
 from layer_table import unit
-from op_functions import Ops
 
 F = 9  # inner size of an expert
 
@@ -79,23 +78,6 @@ def test_experts_and_ranks_may_be_idle(routing):
   args = arrays_of(case, draw())
   got = run_moe_step(case.layer, *args, view="local_unchecked")
   assert_close(got, dense_step(swiglu, *args), 1e-5, 1e-4)
-
-
-@of_one_process
-def test_tokens_may_have_any_leading_dims():
-  """`handle.token_shape` is the leading dims of one rank's tokens."""
-  case = Case(layer(), lead=(1, T))
-  *args, ct = arrays_of(case, draw())
-
-  @jax.jit
-  def moe(topk_idx, tokens, weights, matrices):
-    args = case.layer, tokens, topk_idx, weights
-    return ep.moe_layer(*args, **matrices, return_handle=True)
-
-  out, handle = moe(*put_moe(case.layer, *args))
-  assert_shards_close(out, dense_step(swiglu, *args, ct)[0], 1e-5, 1e-4)
-  assert_same(Ops(handle).sizes(), case.oracle.sizes())
-  assert (handle.layer, handle.token_shape) == (case.layer, (1, T))
 
 
 @of_one_process
@@ -392,54 +374,6 @@ def test_the_handle_describes_the_padded_tokens():
   assert handle.kept.shape == (ranks(config) * 2, K)
   with pytest.raises(ValueError, match="max_tokens_per_rank"):
     jax.eval_shape(moe(config, pad=True), *any_batch(ranks(config) * T + 1))
-
-
-def same(segments, params, rows):
-  return rows
-
-
-PARAMS = draw()
-OWN = dict(experts=same, params=dict(w=PARAMS["w_up"]))
-
-
-@pytest.mark.parametrize(
-  "given, error, message",
-  [
-    (PARAMS | dict(w_up=np.zeros((E, H + 1, F))), ValueError, "w_up has"),
-    (PARAMS | dict(w_down=np.zeros((E, H, F))), ValueError, "w_down has"),
-    (PARAMS | dict(w_gate=np.zeros((E, H, F - 1))), ValueError, "w_gate"),
-    (PARAMS | dict(w_up=np.zeros((1, H, F))), ValueError, "all experts"),
-    (
-      PARAMS | dict(w_down=np.zeros((E, F, H), np.float16)),
-      TypeError,
-      "w_down is",
-    ),
-    ({}, TypeError, r"by name: w_up=\.\.\."),
-    (OWN | dict(w_up=PARAMS["w_up"]), TypeError, r"experts and \['w_up'\]"),
-    (OWN | dict(experts=1), TypeError, "experts = 1 is"),
-    (OWN | dict(params=dict(w=np.zeros((7, H)))), ValueError, r"params\['w'\]"),
-    (OWN | dict(params=dict(w=np.zeros(E, int))), TypeError, "floats are exp"),
-    (OWN | dict(experts=None), TypeError, "passed by name"),
-    (OWN | dict(experts=lambda s, p, x: x[:, 1:]), ValueError, "like the rows"),
-    (
-      OWN | dict(experts=lambda s, p, x: s.matmul(x[:, 1:], p["w"])),
-      ValueError,
-      r"got rows \(\d+, 6\) and matrices \(\d, 7, 9\); expected",
-    ),
-    (
-      OWN | dict(experts=lambda s, p, x: s.map(jnp.add, x, p["w"][:, 0])),
-      ValueError,
-      r"got arrays of shapes \(\d+, 7\), \(\d, 9\); expected \[\d+, ...\]",
-    ),
-  ],
-)
-def test_arguments_that_do_not_fit(given, error, message):
-  case = Case(layer(name="moe_3"))
-  routed = case.tokens(), case.topk_idx, case.weights()
-  with pytest.raises(error, match=message) as raised:
-    ep.moe_layer(case.layer, *routed, **given)
-  if "experts" not in given:
-    assert 'moe_layer(layer "moe_3"): ' in str(raised.value)
 
 
 def test_matrices_are_passed_by_name():

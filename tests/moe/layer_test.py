@@ -525,8 +525,13 @@ def test_gradients_of_each_example():
 
 @of_one_process
 def test_jitter():
-  """Another key gives other weights, also of forced choices."""
+  """Another key and another rank get other weights, also of forced choices."""
   setup, data = Setup("input", jitter=0.3), data_of("input")
+  data = dataclasses.replace(
+    data,
+    x=np.ones_like(data.x),
+    ids=np.broadcast_to(data.ids[0, 0], data.ids.shape),
+  )
   params, x, _, _, ids = setup.put(data, setup.placement(), None)
 
   @jit_quickly
@@ -537,4 +542,5 @@ def test_jitter():
     return y
 
   first, second = map(run, jax.random.split(jax.random.key(0)))
-  assert (first != second).any()
+  of_ranks = np.split(np.concatenate([first, second]), 8)
+  assert len({part.tobytes() for part in of_ranks}) == 8

@@ -51,11 +51,15 @@ def case_of(
   ],
 )
 def test_dispatch(wire, dtype, view, mesh):
-  """Received rows equal rows that ep.quant rounds, also with special values."""
+  """Received rows equal rows that ep.quant rounds, also with special values.
+
+  In checked mode, rows that the op leaves unwritten are NaN.
+  """
   case = case_of(wire, mesh=mesh, specials=True)
   tokens, weights = case.tokens(dtype), case.weights()
   want = expected(case, dispatch, rounded(wire, tokens), weights)
-  assert_same(case.run(dispatch, tokens, weights, view=view), want)
+  with ep.checked():
+    assert_same(case.run(dispatch, tokens, weights, view=view), want)
 
 
 @pytest.mark.parametrize(

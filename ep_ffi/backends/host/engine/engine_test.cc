@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Unit tests of Batch, Launches, Outcomes and Workers.
+// Unit tests of Batch, Launches, Outcomes, Pending and Workers.
 
 #include <gtest/gtest.h>
 
@@ -9,13 +9,16 @@
 #include <future>
 #include <limits>
 #include <new>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "ep_ffi/backends/host/engine/batch.h"
 #include "ep_ffi/backends/host/engine/launches.h"
 #include "ep_ffi/backends/host/engine/outcomes.h"
+#include "ep_ffi/backends/host/engine/pending.h"
 #include "ep_ffi/backends/host/engine/workers.h"
+#include "ep_ffi/core/clock.h"
 #include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
@@ -209,6 +212,18 @@ TEST(OutcomesTest, AClosingProcessReportsARunThatLackedAnotherProcess) {
   EXPECT_TRUE(outcomes.FailRun(1, Gone("2 closed")));
   EXPECT_TRUE(outcomes.FailRun(2, Status(Code::kInvalidArgument, "bad ids")));
   EXPECT_EQ("2 closed", outcomes.LeavingReason());
+}
+
+TEST(PendingTest, ALaterPostDoesNotRestartTheWait) {
+  Pending pending(/*ep_size=*/3);
+  const Key key = {};
+  Part part;
+  part.is_posted = true;
+  EXPECT_EQ(nullptr, pending.Add(key, 0, part));
+  const double time = Now();
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_EQ(nullptr, pending.Add(key, 2, part));
+  EXPECT_EQ(1, pending.FindBegunBy(time).size());
 }
 
 bool IsReady(const std::future<void>& future) {
