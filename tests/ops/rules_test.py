@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our ops keep every rule of ep.testing, in settings that a seed draws.
+
+    python -m pytest tests/ops/rules_test.py --draws=200 --draws_seed=7
+
+A rule has a name, a statement and an oracle; see ep/testing/_rules.py. A draw
+is a transport with one value of each option of `TABLE`, for which the kit draws
+sizes, routings and numbers. In successive draws, each value of an option is
+used once before any is used again. `--draws_first` leaves out earlier draws.
+EP_TEST_BACKEND=xla selects a backend, and the process layout of the test gives
+the number of ranks of a process. A failure prints all that repeats it.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from testing_subjects import DTYPES, HOST, NCCL, ours, XLA
+
+import ep
+from groups import BACKEND, GPU
+
+NAME = BACKEND or ("nccl" if GPU else "host")
+SUBJECT = {"host": HOST, "xla": XLA, "nccl": NCCL}[NAME]
+
+# nccl reports an overflow in a later op, and the error of another rank may come
+# first.
+DROPS = [("drop", "slot"), ("drop", "fair"), ("error", "slot")]
+TABLE = dict(
+  view=["local", "global"],
+  leading_dims=[False, True],
+  weighted=[False, True],
+  uneven=[False, True],
+  tail=["unspecified", "zero"],
+  drops=DROPS[: 2 if NAME == "nccl" else 3],
+  dtype=DTYPES,
+  alignment=[1, 2, 3, 4, 8, 16],
+)
+
+
+def is_small(setting):
+  """Returns whether arrays are small; those of `test_rule` are also large."""
+  sizes = setting.tokens, setting.hidden, setting.num_experts
+  return max(sizes) <= 300 and setting.num_experts <= 20
+
+
+def drawn(seed, index):
+  """Returns the transport of a draw; equal arguments give equal transports."""
+  rng = np.random.default_rng(seed)
+
+  def one_of(values):
+    shuffled = (rng.permutation(len(values)) for _ in itertools.count())
+    order = itertools.chain.from_iterable(shuffled)
+    return values[next(itertools.islice(order, index, None))]
+
+  chosen = {name: one_of(values) for name, values in TABLE.items()}
+  words = " ".join(f"{name}={value}" for name, value in chosen.items())
+  overflow, drop_by = chosen.pop("drops")
+  return ours(
+    NAME,
+    name=f"draw {index} of --draws_seed={seed} on {NAME}: {words}",
+    supports=lambda x: is_small(x) and SUBJECT.supports(x),
+    overflow=overflow,
+    drop_by=drop_by,
+    dtypes=(chosen.pop("dtype"),),
+    alignments=(chosen.pop("alignment"),),
+    **chosen,
+  )
+
+
+def pytest_generate_tests(metafunc):
+  if "index" in metafunc.fixturenames:
+    option = metafunc.config.getoption
+    first, count = option("draws_first"), option("draws")
+    metafunc.parametrize("index", range(first, first + count))
+
+
+@pytest.mark.parametrize("case", ep.testing.cases(SUBJECT))
+def test_rule(case):
+  case.check()
+
+
+def test_draw(request, index):
+  seed = request.config.getoption("draws_seed")
+  report = ep.testing.check(drawn(seed, index), seed=seed + index)
+  if not report.passed:
+    pytest.fail(str(report))
