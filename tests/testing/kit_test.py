@@ -19,7 +19,6 @@ from ep.testing._routings import ROUTINGS
 from ep.testing._rules import RULES
 from ep.testing._variants import Draw
 
-
 # The rules for the contenders of the benchmarks.
 RULES_OF_BENCHMARKS = (
   "sizes rows weights tail output gradients jvp second_order".split()

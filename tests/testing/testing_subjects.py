@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transports and the layer that kit_test tests with `ep.testing`."""
 
-import functools
 import math
 
 import jax
