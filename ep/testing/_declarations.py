@@ -125,8 +125,8 @@ class Received(NamedTuple):
 # dispatch(tokens [T, H], topk_idx [T, K], topk_weights [T, K]) -> Received, and
 # with scales=True also dispatch(..., scales [T, S])
 Dispatch = Callable[..., Received]
-# combine(rows [C, H], state) -> tokens [T, H]; with weighted=True, combine(rows,
-# state, weights [C])
+# combine(rows [C, H], state) -> tokens [T, H], and with weighted=True
+# combine(rows, state, weights [C])
 Combine = Callable[..., jax.Array]
 # apply(params, tokens [P * T, H], topk_idx [P * T, K], topk_weights [P * T, K])
 #   -> tokens [P * T, H]

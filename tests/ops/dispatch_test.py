@@ -89,7 +89,7 @@ def test_sums_start_at_plus_zero_and_flush(dtype):
 
 @of_one_process
 def test_bits_do_not_depend_on_the_number_of_ranks():
-  """With 5 experts, 4 ranks have the slots 01 23 4- --, and 3 ranks 01 23 4-."""
+  """On 4 ranks, 5 experts have the slots 01 23 4- --; on 3 ranks, 01 23 4-."""
   rng = np.random.default_rng(0)
   tokens = rng.standard_normal((12, H)).astype(np.float32)
   topk_idx = ROUTINGS["uniform"](rng, (12, 3), 5)
