@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   # Each process computes all expected values, so 4 processes check fewer cases.
   option("--draws", 4, 2)
   option("--draws_first", 0, 0)
-  option("--draws_seed", 0, 0)
+  option("--draws_seed", 8, 8)
   option("--lifetimes", 600, 160)
   option("--load_rounds", 4, 4)
   option("--soak_steps", 2000, 2000, 100)

@@ -11,14 +11,12 @@ EP_TEST_BACKEND=xla selects a backend, and the process layout of the test gives
 the number of ranks of a process. A failure prints all that repeats it.
 """
 
-import itertools
-
 import numpy as np
 import pytest
 from testing_subjects import DTYPES, HOST, NCCL, ours, XLA
 
 import ep
-from groups import BACKEND, GPU
+from groups import BACKEND, GPU, of_one_process
 
 NAME = BACKEND or ("nccl" if GPU else "host")
 SUBJECT = {"host": HOST, "xla": XLA, "nccl": NCCL}[NAME]
@@ -46,14 +44,17 @@ def is_small(setting):
 
 def drawn(seed, index):
   """Returns the transport of a draw; equal arguments give equal transports."""
-  rng = np.random.default_rng(seed)
 
-  def one_of(values):
-    shuffled = (rng.permutation(len(values)) for _ in itertools.count())
-    order = itertools.chain.from_iterable(shuffled)
-    return values[next(itertools.islice(order, index, None))]
+  def chosen_of(position, values):
+    rng = np.random.default_rng([seed, position])
+    for _ in range(1 + index // len(values)):
+      order = rng.permutation(len(values))
+    return values[order[index % len(values)]]
 
-  chosen = {name: one_of(values) for name, values in TABLE.items()}
+  chosen = {
+    name: chosen_of(position, values)
+    for position, (name, values) in enumerate(TABLE.items())
+  }
   words = " ".join(f"{name}={value}" for name, value in chosen.items())
   overflow, drop_by = chosen.pop("drops")
   return ours(
@@ -77,6 +78,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("index", range(first, first + count, step))
 
 
+@of_one_process
 @pytest.mark.parametrize("case", ep.testing.cases(SUBJECT))
 def test_rule(case):
   case.check()
