@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, global_view, local_view, lower
-from conftest import refused, to_global
+from conftest import to_global
 import ep
 from ep._src.ops import reference
 from ep.testing._routings import ROUTINGS
@@ -210,25 +210,6 @@ def test_wrong_ids_are_reported_on_every_rank(short, changes, words):
     ids[at] = value
   case = Case(short.layer, ids, lead=(T,), routing_weights=weights)
   case.check_error(words, sizes)
-
-
-@of_one_process
-def test_weights_that_do_not_fit_are_refused(short):
-  ids = jnp.zeros((4 * T, K), jnp.int32)
-  weights = jnp.zeros((4 * T, K))
-
-  def refuse(fn, *words):
-    with refused(*words):
-      jax.eval_shape(fn)
-
-  prepare = functools.partial(ep.ep_prepare, short.layer)
-  refuse(lambda: prepare(ids), "topk_weights is None", "fair")
-  refuse(lambda: prepare(ids, weights[:, 1:]), "topk_weights", "(48, 2)")
-  refuse(lambda: prepare(ids, ids), "int32", "floating")
-  refuse(lambda: prepare(ids[:, 1:], weights[:, 1:]), "(48, 2)", "top_k")
-  # `ep_prepare` checks weights even if no drop policy reads the weights.
-  wide = ep.EpLayerConfig(short.layer.group)
-  refuse(lambda: ep.ep_prepare(wide, ids, ids), "topk_weights is int32")
 
 
 @of_one_process

@@ -26,10 +26,8 @@ BOTH_VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 @pytest.mark.parametrize(
   "mesh, axis_type, view",
   [
-    ("dp2_ep2", AxisType.Explicit, "global"),
     ("ep2_dp2", AxisType.Auto, "global"),
     ("dp2_ep2", AxisType.Explicit, "local"),
-    ("ep2_dp2", AxisType.Auto, "local"),
     ("ep4", AxisType.Auto, "local_without_vma"),
   ],
 )

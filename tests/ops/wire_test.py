@@ -6,7 +6,6 @@ The rule `scales` of rules_test tests the bits of rows and scales.
 """
 
 import collections
-import functools
 import math
 import re
 
@@ -138,21 +137,6 @@ def test_bytes_per_row():
       assert 0.5 * count < narrow[op] <= 0.53 * count
     else:
       assert narrow[op] == count
-
-
-def test_vmap():
-  case = case_of("mxfp8")
-  tokens, weights = case.tokens(), case.weights()
-  batches = [(tokens + i, weights + i) for i in range(2)]
-  want = [expected(case, dispatch, rounded("mxfp8", x), w) for x, w in batches]
-
-  def examples(ops, *stacked):
-    fn = functools.partial(dispatch, ops)
-    return jax.vmap(fn, in_axes=-1, out_axes=-1)(*stacked)
-
-  stacked = [np.stack(x, -1) for x in zip(*batches, strict=True)]
-  actual = case.run(examples, *stacked, view=local_view)
-  assert_same(actual, jax.tree.map(lambda *x: np.stack(x, -1), *want))
 
 
 def bytes_by_op(hlo):

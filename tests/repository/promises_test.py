@@ -17,7 +17,7 @@ PROMISES = {
   "semantics": {
     "The routing": "ops/rules: rule, draw",
     "Drops": "ops/rules: rule, draw; ops/overflow: policies",
-    "Dispatch and combine as matrices": "ops/reference: ops, prepare",
+    "Dispatch and combine as matrices": "ops/rules: rule, draw",
     "Derivatives": "ops/rules: rule, draw;"
     " ops/transformations: derivative, hessian",
     "The numeric contract": "ops/rules: rule, draw;"
@@ -30,7 +30,8 @@ PROMISES = {
     "Two views": "ops/rules: draw; ops/views: views_agree",
     "Under JAX's transformations": "ops/transformations:"
     " scan_over_layers_with_stacked_handles, each_example_has_its_gradients",
-    "A worked example": "ops/overflow: the_worked_example",
+    "A worked example": "repository/docs: the_worked_example;"
+    " ops/overflow: the_worked_example",
   },
   "errors": {
     "Errors by cause": "ops/errors: an_id_out_of_range,"

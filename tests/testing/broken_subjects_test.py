@@ -210,51 +210,9 @@ def of_the_last_dispatch(setting, dispatch, combine):
   return other, lambda rows, state: combine(rows, *last)
 
 
-def gives_dropped_choices_the_last_row(setting, dispatch, combine):
-  roomy = dataclasses.replace(setting, capacity=8 * setting.capacity)
-  dispatch, combine = HOST.build(roomy)
-
-  def other(*args):
-    rows, weights, group_sizes, state, *_ = dispatch(*args)
-    ends = jnp.cumsum(group_sizes).clip(max=setting.capacity)
-    cut = slice(setting.capacity)
-    sizes = jnp.diff(ends, prepend=0)
-    return Received(rows[cut], weights[cut], sizes, state)
-
-  def last_again(rows, state):
-    more = roomy.capacity - setting.capacity
-    return combine(jnp.pad(rows, ((0, more), (0, 0)), mode="edge"), state)
-
-  return other, last_again
-
-
-def alternates_the_order_of_sums(setting, dispatch, combine):
-  calls = []
-
-  def is_odd_call(rank, rows):
-    calls.append(rank)
-    return np.array([calls.count(rank) % 2], np.int32)
-
-  def other(rows, state):
-    like = jax.ShapeDtypeStruct((1,), np.int32)
-    is_odd = jax.pure_callback(is_odd_call, like, lax.axis_index("ep"), rows)
-    whole = combine(rows, state)
-    split = in_halves(lambda x: combine(x, state), rows)
-    return jnp.where(is_odd == 1, split, whole)
-
-  return dispatch, other
-
-
 def keeps_memory_of_every_step(rank, topk_idx, memory):
   memory[len(memory)] = np.ones(1 << 16, np.uint8)
   return topk_idx
-
-
-def forgets_the_weights(setting, apply, params):
-  def other(params, tokens, topk_idx, weights):
-    return apply(params, tokens, topk_idx, jnp.ones_like(weights))
-
-  return other, params
 
 
 def without_gradient_of_a_matrix(setting, apply, params):
@@ -340,7 +298,6 @@ breaks(
   adds_up_in_bfloat16=summed(lambda f, x: f(in_bfloat16(x))),
 )
 breaks("output", adds_up_in_another_order=summed(in_halves))
-breaks("output", base=ONE_HOT, forgets_the_weights=forgets_the_weights)
 breaks(
   "unread",
   multiplies_the_tail_by_zero=summed(lambda f, x: f(x) + 0 * x.sum(0)),
@@ -362,12 +319,6 @@ breaks(
 )
 breaks("second_order", none=rows(backward(lax.stop_gradient)))
 breaks(
-  "repeatable",
-  says="but the first call has",
-  declares=ROUNDED | dict(gradients=False),
-  alternates_the_order_of_sums=alternates_the_order_of_sums,
-)
-breaks(
   "overflow",
   says=r"no error came, .* capacity of \d+|^NotImplementedError: dispatch",
   declares=dict(overflow="error"),
@@ -377,7 +328,6 @@ breaks(
 breaks(
   "overflow",
   loses_the_last_row_of_a_full_rank=rows(lambda x: x.at[-1].set(0)),
-  gives_dropped_choices_the_last_row=gives_dropped_choices_the_last_row,
 )
 breaks(
   "overflow",
