@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of simulated GPUs agree on settings, and on missing ranks.
 
-They meet as in `ep_bootstrap`, but connect no GPUs. Waiting ranks ask all others
-for their progress, and report the same missing ranks.
+They meet as in `ep_bootstrap`, but connect no GPUs. Waiting ranks ask all other
+ranks for their progress, and report the same missing ranks.
 """
 
 import dataclasses
