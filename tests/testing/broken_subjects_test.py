@@ -5,8 +5,10 @@ A broken transport is a correct transport with one fault. Some faults are
 allowed if the transport declares weaker guarantees.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import re
 import time
 
@@ -350,107 +352,70 @@ breaks(
 # --- Faults of processes -----------------------------------------------------
 
 
-def _alone(setting):
-  """Builds a transport that exchanges no rows."""
+def _alone(at_step=lambda step: None):
+  """Builds a transport that exchanges no rows.
 
-  def dispatch(tokens, topk_idx, topk_weights):
-    rows = jnp.zeros((setting.capacity, setting.hidden), tokens.dtype)
-    sizes = jnp.zeros(setting.num_local_experts, jnp.int32)
-    return Received(rows, rows[:, 0].astype(jnp.float32), sizes, tokens)
+  In each step, a rank calls `at_step` with the number of its steps.
+  """
 
-  return dispatch, lambda rows, tokens: jnp.zeros_like(tokens)
+  def build(setting):
+    steps = collections.Counter()
+
+    def count(rank, topk_idx):
+      steps[int(rank)] += 1
+      at_step(steps[int(rank)])
+      return np.array(topk_idx)
+
+    def dispatch(tokens, topk_idx, topk_weights):
+      state = tokens + called_with(count, topk_idx).sum()
+      rows = jnp.zeros((setting.capacity, setting.hidden), tokens.dtype)
+      sizes = jnp.zeros(setting.num_local_experts, jnp.int32)
+      return Received(rows, rows[:, 0].astype(jnp.float32), sizes, state)
+
+    return dispatch, lambda rows, state: state
+
+  return build
 
 
 ALONE = Transport(
   name="exchanges nothing",
   location="broken_subjects_test:ALONE",
-  build=_alone,
+  build=_alone(),
   reports_disagreement=True,
+)
+WAITING = Transport(
+  name="waits without end",
+  location="broken_subjects_test:WAITING",
+  build=_alone(lambda step: time.sleep(600 * (step > 2))),
+  reports_death=True,
+  limit_s=1,
 )
 BROKEN += [
   ("processes", ALONE, "group_sizes: rank 0, expert 0 is 0, but the oracle"),
   ("disagreement", ALONE, "process 0 got no error, though process 1 has"),
+  ("killed_rank", WAITING, "process 0 neither finished nor failed within 1 s"),
 ]
 
 
-def _waiting(setting):
-  """Builds a transport that hangs in its third step."""
-  steps = {}
-
-  def step(rank, topk_idx):
-    steps[int(rank)] = steps.get(int(rank), 0) + 1
-    time.sleep(600 * (steps[int(rank)] > 2))
-    return np.array(topk_idx)
-
-  dispatch, _combine = _alone(setting)
-
-  def waiting(tokens, topk_idx, weights):
-    waited = called_with(step, topk_idx).sum()
-    return dispatch(tokens + waited, topk_idx, weights)
-
-  return waiting, lambda rows, tokens: tokens + rows[: len(tokens)]
-
-
-WAITING = Transport(
-  name="waits without end",
-  location="broken_subjects_test:WAITING",
-  build=_waiting,
-  reports_death=True,
-  limit_s=1,
-)
-BROKEN.append(
-  (
-    "killed_rank",
-    WAITING,
-    "process 0 neither finished nor failed within 1 s; its log ends in:",
-  )
-)
-
-
-def _second_build_fails():
-  builds = []
-
-  def build(setting):
-    builds.append(setting)
-    if len(builds) > 1:
-      raise RuntimeError("a second build")
-    return _alone(setting)
-
-  return dataclasses.replace(ALONE, build=build)
-
-
-def _second_step_fails():
-  def build(setting):
-    steps = []
-
-    def step(rank, topk_idx):
-      steps.append(rank)
-      if steps.count(rank) > 1:
-        raise RuntimeError("a second step")
-      return np.array(topk_idx)
-
-    dispatch, _combine = _alone(setting)
-
-    def failing(tokens, topk_idx, weights):
-      topk_idx = called_with(step, topk_idx)
-      return dispatch(tokens + topk_idx.sum(), topk_idx, weights)
-
-    return failing, lambda rows, tokens: tokens
-
-  return dataclasses.replace(ALONE, build=build)
-
-
 @pytest.mark.parametrize(
-  "task, make, says",
-  [
-    (_rank.disagreement, _second_build_fails, "a second build"),
-    (_rank.killed_rank, _second_step_fails, "a second step"),
-  ],
+  "task, what", [(_rank.disagreement, "build"), (_rank.killed_rank, "step")]
 )
-def test_an_error_without_a_cause_is_no_report(task, make, says):
+def test_an_error_without_a_cause_is_no_report(task, what):
   """A transport whose second call always fails does not detect a dead rank."""
-  with pytest.raises(Exception, match=says):
-    task(make(), 0)
+
+  def fail(number):
+    if number > 1:
+      raise RuntimeError(f"a second {what}")
+
+  builds = itertools.count(1)
+
+  def build(setting):
+    if what == "build":
+      fail(next(builds))
+    return _alone(fail)(setting)
+
+  with pytest.raises(Exception, match=f"a second {what}"):
+    task(dataclasses.replace(ALONE, build=build), 0)
 
 
 @pytest.mark.parametrize(
