@@ -109,8 +109,8 @@ class Received(NamedTuple):
     group_sizes: int32 `[L]`, rows of each segment below C, padding included.
     state: a pytree for `combine`.
     scales: `[C, S]`, the scales of each row, if `dispatch` got scales.
-    counts: further results that the rules compare, by the names of docs/
-      semantics.md: int32 `token_counts` and `dropped_counts` `[L]`,
+    counts: further results that the rules compare, by the names of the fields
+      of `ep.EpHandle`: int32 `token_counts` and `dropped_counts` `[L]`,
       `total_recv_tokens` and `max_recv_tokens` `[1]`, bool `kept` `[T, K]`.
   """
 
@@ -271,7 +271,7 @@ class Transport(Subject):
       if it drops the rows from C on, whose terms of sums and gradients are
       zero; None if every routing must fit.
     drop_by: "slot" if rows from C on are dropped; "fair" if weights decide, as
-      docs/semantics.md says.
+      with `ep.EpLayerConfig(drop_by="fair")`.
     special_values: whether NaNs, infinities, zeros of both signs and denormal
       numbers keep their bits, and sums follow the contract: a zero is +0, and
       denormal float32 numbers are zeros.

@@ -81,8 +81,15 @@ class RoundTrip(Trial):
     ranks = PartitionSpec("ep")
 
     def on_ranks(fn: Callable[..., Any]) -> Callable[..., Any]:
-      specs = dict(mesh=setting.mesh, in_specs=ranks, out_specs=ranks)
-      return jax.shard_map(fn, **specs, check_vma=False) if is_local else fn
+      if not is_local:
+        return fn
+      return jax.shard_map(
+        fn,
+        mesh=setting.mesh,
+        in_specs=ranks,
+        out_specs=ranks,
+        check_vma=False,
+      )
 
     again = functools.partial(of_rank, scales=(1, -1))
     self._interleaved = jax.jit(on_ranks(again))
@@ -260,13 +267,15 @@ class RoundTripOracle(Oracle):
     """Returns the arrays that all ranks receive, each as an `Expected`."""
     tokens, weights, *scales = inputs
     rows, row_weights = self._dispatch((tokens, weights))
-    of_rows = [rows, *(self._dispatch((x, weights))[0] for x in scales)]
-    sent, *scales = (self._exactly(x, self._where_row) for x in of_rows)
+    row_scales = [
+      self._exactly(self._dispatch((x, weights))[0], self._where_row)
+      for x in scales
+    ]
     return Rows(
-      sent,
+      self._exactly(rows, self._where_row),
       self._exactly(row_weights, self._where_row),
       self._exactly(self._routing.group_sizes, self._where_expert),
-      *scales or [None],
+      row_scales[0] if row_scales else None,
       self._counts(),
     )
 
