@@ -146,28 +146,18 @@ def with_bytes(alter):
   )
 
 
-def first_rank_of_another_routing(mem, other):
-  return jnp.where(jnp.arange(mem.shape[0])[:, None] == 0, other, mem)
-
-
-# Byte offset of the native ops' data in `handle.mem`; a header comes first.
-ROUTING = 256
-
+# The last corruptions are of bytes that "nccl" does not check. The data of the
+# native ops begins at byte 256 of `handle.mem`.
 CORRUPTIONS = {
   "of_another_layer": of_another_layer,
   "of_another_group": of_another_group,
   "of_another_rank": with_bytes(lambda mem, _: jnp.roll(mem, 1, axis=0)),
   "cut_short": with_bytes(lambda mem, _: mem[:, :-64]),
   "garbage": with_bytes(lambda mem, _: jnp.full_like(mem, 7)),
-  "garbage_after_the_header": with_bytes(
-    lambda mem, _: mem.at[:, ROUTING + 64 :].set(0x7F)
-  ),
   "one_bit_flipped": with_bytes(
-    lambda mem, _: mem.at[0, (ROUTING + mem.shape[1]) // 2].apply(
-      lambda x: x ^ 128
-    )
+    lambda mem, _: mem.at[0, 128 + mem.shape[1] // 2].apply(lambda x: x ^ 128)
   ),
-  "of_two_routings": with_bytes(first_rank_of_another_routing),
+  "of_two_routings": with_bytes(lambda mem, other: mem.at[0].set(other[0])),
 }
 
 
