@@ -444,6 +444,11 @@ def _checked(
     max_recv_tokens=of_ranks,
     kept=((ranks * setting.tokens, setting.top_k), np.dtype(bool)),
   )
+  if unknown := (received.counts or {}).keys() - counts.keys():
+    raise AssertionError(
+      f"dispatch returned counts of {', '.join(sorted(unknown))}; the names are"
+      f" {', '.join(counts)}."
+    )
   shapes |= {name: counts[name] for name in received.counts or ()}
   arrays = received._asdict() | (received.counts or {})
   for name, (shape, dtype) in shapes.items():
