@@ -341,7 +341,7 @@ class RoundTripOracle(Oracle):
       self._routing, self._by_rank(g), capacity=self._setting.capacity
     )
     g_row_weights = g_rows.astype(np.float32) * rows.astype(np.float32)
-    if self._transport.weighted:  # The gradient of combine rounds, too.
+    if self._transport.weighted:  # The gradient of combine also rounds.
       g_rows = _scaled(_scaled(g_rows, row_weights), self._factor)
     else:
       g_rows = self._expert(g_rows, row_weights)
