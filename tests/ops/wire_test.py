@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 rows: those that a caller sends with scales, and those of `wire=`.
+"""fp8 rows that a caller sends with scales, and fp8 rows of `wire=`.
 
 The expected results use ep.quant, which quantizers_test tests, for rounding.
 The rule `scales` of rules_test tests the bits of rows and scales.
