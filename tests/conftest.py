@@ -72,9 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(name, type=int, default=default)
 
   # Each process computes all expected values, so 4 processes check fewer cases.
-  option("--fuzz_cases", 300, 60)
-  option("--fuzz_first", 0, 0)
-  option("--fuzz_seed", 0, 0)
+  option("--draws", 4, 2)
+  option("--draws_first", 0, 0)
+  option("--draws_seed", 8, 8)
   option("--lifetimes", 600, 160)
   option("--load_rounds", 4, 4)
   option("--soak_steps", 2000, 2000, 100)

@@ -2,9 +2,9 @@
 """Declares the properties of the transport, layer or matmul under test.
 
 `T` tokens of a rank, `K` choices of a token, `E` experts, `P` ranks,
-`L = E / P` local experts (rank `e // L` owns expert `e`), `C` receive capacity
-of a rank in rows, `H` hidden size. A grouped matmul is the matmul of one rank:
-`C` rows of `F` columns, `L` groups, results of `G` columns.
+`L = ceil(E / P)` local experts (rank `e // L` owns expert `e`), `C` receive
+capacity of a rank in rows, `H` hidden size. A grouped matmul is the matmul of
+one rank: `C` rows of `F` columns, `L` groups, results of `G` columns.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Setting:
 
   Attributes:
     mesh: a mesh with one axis, "ep", of P devices.
-    num_experts: E, a multiple of P.
+    num_experts: E, a multiple of P unless the transport is `uneven`.
     top_k: K.
     tokens: T.
     hidden: H.
@@ -94,8 +94,8 @@ class Setting:
 
   @property
   def num_local_experts(self) -> int:
-    """The number of experts of a rank, L."""
-    return self.num_experts // self.ep_size
+    """The number of experts of a rank, L; the last ranks may have fewer."""
+    return -(-self.num_experts // self.ep_size)
 
 
 class Received(NamedTuple):
@@ -109,6 +109,9 @@ class Received(NamedTuple):
     group_sizes: int32 `[L]`, rows of each segment below C, padding included.
     state: a pytree for `combine`.
     scales: `[C, S]`, the scales of each row, if `dispatch` got scales.
+    counts: further results that the rules compare, by the names of the fields
+      of `ep.EpHandle`: int32 `token_counts` and `dropped_counts` `[L]`,
+      `total_recv_tokens` and `max_recv_tokens` `[1]`, bool `kept` `[T, K]`.
   """
 
   rows: jax.Array
@@ -116,13 +119,15 @@ class Received(NamedTuple):
   group_sizes: jax.Array
   state: Any
   scales: jax.Array | None = None
+  counts: dict[str, jax.Array] | None = None
 
 
 # dispatch(tokens [T, H], topk_idx [T, K], topk_weights [T, K]) -> Received, and
 # with scales=True also dispatch(..., scales [T, S])
 Dispatch = Callable[..., Received]
-# combine(rows [C, H], state) -> tokens [T, H]
-Combine = Callable[[jax.Array, Any], jax.Array]
+# combine(rows [C, H], state) -> tokens [T, H], and with weighted=True
+# combine(rows, state, weights [C])
+Combine = Callable[..., jax.Array]
 # apply(params, tokens [P * T, H], topk_idx [P * T, K], topk_weights [P * T, K])
 #   -> tokens [P * T, H]
 Apply = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -131,12 +136,16 @@ Expert = Callable[[Any, int, jax.Array], jax.Array]
 Order = Literal["source", "any"]
 Tail = Literal["zero", "unspecified"]
 Overflow = Literal["drop", "error", None]
+DropBy = Literal["slot", "fair"]
+View = Literal["local", "global"]
 
 # Map a field's annotation to the allowed values, or to the type of the values
 # and the type's name in an error message.
 _LITERALS = {
   name: get_args(kind)
-  for name, kind in dict(Order=Order, Tail=Tail, Overflow=Overflow).items()
+  for name, kind in dict(
+    Order=Order, Tail=Tail, Overflow=Overflow, DropBy=DropBy, View=View
+  ).items()
 }
 _TYPES: dict[str, tuple[Any, str]] = {
   "str": (str, "a string"),
@@ -249,12 +258,20 @@ class Transport(Subject):
       `combine(rows, state)` returns the sum of each token's rows, `[T, H]` in
       their dtype. A choice of -1 is unused. The kit calls `build` once for each
       setting.
+    view: "local" as above; "global" if both are functions of the arrays of all
+      ranks, concatenated along the leading axis, outside of `jax.shard_map`.
+    uneven: whether E may be no multiple of P. The last ranks have fewer
+      experts, whose missing segments are empty.
+    weighted: whether `combine(rows, state, weights)` multiplies rows by weights
+      `[C]` in float32. The experts of the kit then do not.
     order: "source" if the rows of a segment ascend by source rank, then by
       source token; "any" if their order is not specified.
     tail: "zero" if the rows and weights after the last segment are zero.
     overflow: "error" if an op fails when a rank needs more than C rows; "drop"
       if it drops the rows from C on, whose terms of sums and gradients are
       zero; None if every routing must fit.
+    drop_by: "slot" if rows from C on are dropped; "fair" if weights decide, as
+      with `ep.EpLayerConfig(drop_by="fair")`.
     special_values: whether NaNs, infinities, zeros of both signs and denormal
       numbers keep their bits, and sums follow the contract: a zero is +0, and
       denormal float32 numbers are zeros.
@@ -265,9 +282,13 @@ class Transport(Subject):
   """
 
   build: Callable[[Setting], tuple[Dispatch, Combine]]
+  view: View = "local"
+  uneven: bool = False
+  weighted: bool = False
   order: Order = "source"
   tail: Tail = "unspecified"
   overflow: Overflow = None
+  drop_by: DropBy = "slot"
   special_values: bool = False
   scales: bool = False
 

@@ -29,13 +29,15 @@ from ep.testing._trial import Oracle, Trial
 class Rows(NamedTuple):
   """All received rows `[P * C, H]`, weights `[P * C]` and sizes `[P * L]`.
 
-  `scales` is `[P * C, S]`, if scales were sent.
+  `scales` is `[P * C, S]`, if scales were sent. `counts` are further results of
+  a dispatch, by name.
   """
 
   rows: Any
   weights: Any
   group_sizes: Any
   scales: Any = None
+  counts: Any = None
 
 
 class RoundTrip(Trial):
@@ -43,20 +45,29 @@ class RoundTrip(Trial):
 
   def __init__(self, transport: Transport, setting: Setting):
     dispatch, combine = transport.build(setting)
+    self._transport = transport
+    is_local = transport.view == "local"
+    checked = functools.partial(
+      _checked, setting, 1 if is_local else setting.ep_size
+    )
+
+    def outputs(x: Received, factor: jax.Array) -> tuple[Any, ...]:
+      """Applies the experts; returns the arguments of `combine`."""
+      if not transport.weighted:
+        return _scaled(x.rows, factor * x.weights), x.state
+      one = 0 * factor + 1  # NaN where `factor` is; see `poisoned`
+      return _scaled(x.rows, factor), x.state, one * x.weights
 
     def of_rank(
       *calls: Any, scales: Sequence[int] = (1,)
     ) -> list[tuple[Any, Rows]]:
       # Run every dispatch before the first combine, for `interleaved`.
       received = [
-        _checked(dispatch(tokens, topk_idx, weights), setting, tokens.dtype)
+        checked(dispatch(tokens, topk_idx, weights), tokens.dtype)
         for (topk_idx, _), (tokens, weights) in calls
       ]
       return [
-        (
-          combine(_scaled(x.rows, scale * factor * x.weights), x.state),
-          Rows(x.rows, x.weights, x.group_sizes),
-        )
+        (combine(*outputs(x, scale * factor)), _rows(x))
         for scale in scales
         for ((_, factor), _), x in zip(calls, received, strict=True)
       ]
@@ -65,17 +76,21 @@ class RoundTrip(Trial):
       topk_idx: Any, tokens: Any, weights: Any, scales: Any
     ) -> Rows:
       received = dispatch(tokens, topk_idx, weights, scales)
-      x = _checked(received, setting, tokens.dtype, scales)
-      return Rows(x.rows, x.weights, x.group_sizes, x.scales)
+      return _rows(checked(received, tokens.dtype, scales))
 
     ranks = PartitionSpec("ep")
-    on_ranks = functools.partial(
-      jax.shard_map,
-      mesh=setting.mesh,
-      in_specs=ranks,
-      out_specs=ranks,
-      check_vma=False,
-    )
+
+    def on_ranks(fn: Callable[..., Any]) -> Callable[..., Any]:
+      if not is_local:
+        return fn
+      return jax.shard_map(
+        fn,
+        mesh=setting.mesh,
+        in_specs=ranks,
+        out_specs=ranks,
+        check_vma=False,
+      )
+
     again = functools.partial(of_rank, scales=(1, -1))
     self._interleaved = jax.jit(on_ranks(again))
     self._with_scales = jax.jit(on_ranks(with_scales))
@@ -104,13 +119,8 @@ class RoundTrip(Trial):
   def oracle(self, topk_idx: np.ndarray) -> RoundTripOracle:
     setting = self.setting
     idx = topk_idx.reshape(setting.ep_size, setting.tokens, setting.top_k)
-    routing = reference.prepare(
-      idx,
-      num_experts=setting.num_experts,
-      capacity=setting.capacity,
-      alignment=setting.alignment,
-    )
-    return RoundTripOracle(setting, idx, routing)
+    routing = reference.prepare(idx, **_sizes(setting))
+    return RoundTripOracle(self._transport, setting, idx, routing)
 
 
 class RoundTripOracle(Oracle):
@@ -124,8 +134,13 @@ class RoundTripOracle(Oracle):
   numbers = ("whole", "normal")
 
   def __init__(
-    self, setting: Setting, topk_idx: np.ndarray, routing: reference.Routing
+    self,
+    transport: Transport,
+    setting: Setting,
+    topk_idx: np.ndarray,
+    routing: reference.Routing,
   ):
+    self._transport = transport
     self._idx = topk_idx
     self._routing = routing
     slots = np.arange(setting.capacity)
@@ -158,7 +173,7 @@ class RoundTripOracle(Oracle):
 
     The expected results do not change.
     """
-    other = RoundTripOracle(self._setting, self._idx, self._routing)
+    other = self._with(self._routing)
     topk_idx, factor = self.route
     nan = np.float32(np.nan)
     other.route = topk_idx, np.where(self.holds_token, factor, nan)
@@ -186,7 +201,19 @@ class RoundTripOracle(Oracle):
         choice = found.pop()
         rank[choice], slot[choice] = p, c
     routing = self._routing._replace(rank=rank, slot=slot, kept=slot >= 0)
-    return RoundTripOracle(setting, self._idx, routing)
+    return self._with(routing)
+
+  def planned(self, inputs: Any) -> RoundTripOracle:
+    setting, drop_by = self._setting, self._transport.drop_by
+    needed = self._routing.max_recv_tokens.max()
+    if drop_by == "slot" or needed <= setting.capacity:
+      return self
+    idx, weights, sizes = self._idx, self._by_rank(inputs[1]), _sizes(setting)
+    kept = reference.assign(idx, weights, drop_by=drop_by, **sizes)
+    return self._with(reference.prepare_assigned(idx, kept, **sizes))
+
+  def _with(self, routing: reference.Routing) -> RoundTripOracle:
+    return RoundTripOracle(self._transport, self._setting, self._idx, routing)
 
   def inputs(
     self, rng: np.random.Generator, numbers: str
@@ -240,14 +267,33 @@ class RoundTripOracle(Oracle):
     """Returns the arrays that all ranks receive, each as an `Expected`."""
     tokens, weights, *scales = inputs
     rows, row_weights = self._dispatch((tokens, weights))
-    of_rows = [rows, *(self._dispatch((x, weights))[0] for x in scales)]
-    sent, *scales = (self._exactly(x, self._where_row) for x in of_rows)
+    row_scales = [
+      self._exactly(self._dispatch((x, weights))[0], self._where_row)
+      for x in scales
+    ]
     return Rows(
-      sent,
+      self._exactly(rows, self._where_row),
       self._exactly(row_weights, self._where_row),
       self._exactly(self._routing.group_sizes, self._where_expert),
-      *scales,
+      row_scales[0] if row_scales else None,
+      self._counts(),
     )
+
+  def _counts(self) -> dict[str, Expected]:
+    def of_rank(at: tuple[int, ...]) -> str:
+      return f"rank {at[0]}"
+
+    where = dict(
+      token_counts=self._where_expert,
+      dropped_counts=self._where_expert,
+      total_recv_tokens=of_rank,
+      max_recv_tokens=of_rank,
+      kept=self._where_choice,
+    )
+    return {
+      name: self._exactly(getattr(self._routing, name), how)
+      for name, how in where.items()
+    }
 
   def output(self, inputs: Any) -> Expected:
     return self._sums(self._output, inputs)[0]
@@ -269,7 +315,9 @@ class RoundTripOracle(Oracle):
     }
 
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
-    return self._sums(self._pushforward, inputs, tangents)[0]
+    weighted = self._transport.weighted
+    fn = self._two_combines if weighted else self._one_combine
+    return self._sums(fn, inputs, tangents)[0]
 
   def second_pullback(
     self, inputs: Any, g: np.ndarray, cotangents: Any
@@ -279,12 +327,11 @@ class RoundTripOracle(Oracle):
     return {
       "tokens": self.pullback((tokens, d_weights), g)["tokens"],
       "weights": self.pullback((d_tokens, weights), g)["weights"],
-      "g": self.pushforward(inputs, cotangents),
+      "g": self._sums(self._one_combine, inputs, cotangents)[0],
     }
 
   def _output(self, inputs: Any) -> Sequence[Array]:
-    rows, weights = self._dispatch(inputs)
-    return [reference.combine(self._routing, self._expert(rows, weights))]
+    return [self._combine(*self._dispatch(inputs))]
 
   def _pullback(
     self, tokens: np.ndarray, weights: np.ndarray, g: np.ndarray
@@ -294,17 +341,31 @@ class RoundTripOracle(Oracle):
       self._routing, self._by_rank(g), capacity=self._setting.capacity
     )
     g_row_weights = g_rows.astype(np.float32) * rows.astype(np.float32)
+    if self._transport.weighted:  # The gradient of combine also rounds.
+      g_rows = _scaled(_scaled(g_rows, row_weights), self._factor)
+    else:
+      g_rows = self._expert(g_rows, row_weights)
     return reference.dispatch_bwd(
-      self._routing,
-      self._expert(g_rows, row_weights),
-      g_row_weights.sum(-1) * self._factor,
+      self._routing, g_rows, g_row_weights.sum(-1) * self._factor
     )
 
-  def _pushforward(self, inputs: Any, tangents: Any) -> Sequence[Array]:
+  def _two_combines(self, inputs: Any, tangents: Any) -> Sequence[Array]:
+    rows, weights = self._dispatch(inputs)
+    d_rows, d_weights = self._dispatch(tangents)
+    return [self._combine(d_rows, weights) + self._combine(rows, d_weights)]
+
+  def _one_combine(self, inputs: Any, tangents: Any) -> Sequence[Array]:
     rows, weights = self._dispatch(inputs)
     d_rows, d_weights = self._dispatch(tangents)
     d_rows = self._expert(d_rows, weights) + self._expert(rows, d_weights)
     return [reference.combine(self._routing, d_rows)]
+
+  def _combine(self, rows: Array, weights: Array) -> Any:
+    """Applies the experts, and sums their outputs."""
+    if not self._transport.weighted:
+      return reference.combine(self._routing, self._expert(rows, weights))
+    rows = _scaled(rows, self._factor)
+    return reference.combine(self._routing, rows, weights)
 
   def _dispatch(self, inputs: Any) -> tuple[Array, Array]:
     tokens, weights = map(self._by_rank, inputs)
@@ -351,32 +412,65 @@ class RoundTripOracle(Oracle):
 
 
 def _checked(
-  received: Any,
   setting: Setting,
+  ranks: int,
+  received: Any,
   dtype: np.dtype,
   scales: jax.Array | None = None,
 ) -> Received:
-  """Checks the fields of the result of a dispatch, and returns it."""
+  """Checks the fields of the result of a dispatch, and returns it.
+
+  The arrays are those of `ranks` ranks.
+  """
   if not isinstance(received, Received):
     raise AssertionError(
       f"dispatch returned a {type(received).__name__}; it has to return an"
       " ep.testing.Received."
     )
-  shapes = dict(
-    rows=((setting.capacity, setting.hidden), dtype),
-    weights=((setting.capacity,), np.dtype("float32")),
-    group_sizes=((setting.num_local_experts,), np.dtype("int32")),
+  rows, experts = ranks * setting.capacity, ranks * setting.num_local_experts
+  int32 = np.dtype("int32")
+  of_experts, of_ranks = ((experts,), int32), ((ranks,), int32)
+  shapes: dict[str, tuple[tuple[int, ...], Any]] = dict(
+    rows=((rows, setting.hidden), dtype),
+    weights=((rows,), np.dtype("float32")),
+    group_sizes=of_experts,
   )
   if scales is not None:
-    shapes["scales"] = (setting.capacity, scales.shape[1]), scales.dtype
+    shapes["scales"] = (rows, scales.shape[1]), scales.dtype
+  counts = dict(
+    token_counts=of_experts,
+    dropped_counts=of_experts,
+    total_recv_tokens=of_ranks,
+    max_recv_tokens=of_ranks,
+    kept=((ranks * setting.tokens, setting.top_k), np.dtype(bool)),
+  )
+  if unknown := (received.counts or {}).keys() - counts.keys():
+    raise AssertionError(
+      f"dispatch returned counts of {', '.join(sorted(unknown))}; the names are"
+      f" {', '.join(counts)}."
+    )
+  shapes |= {name: counts[name] for name in received.counts or ()}
+  arrays = received._asdict() | (received.counts or {})
   for name, (shape, dtype) in shapes.items():
-    x = getattr(received, name)
+    x = arrays[name]
     if jnp.shape(x) != shape or jnp.result_type(x) != dtype:
       raise AssertionError(
         f"dispatch returned {name} {jnp.result_type(x)}{list(jnp.shape(x))}; it"
         f" has to return {dtype}{list(shape)}."
       )
   return received
+
+
+def _sizes(setting: Setting) -> dict[str, int]:
+  return dict(
+    num_experts=setting.num_experts,
+    capacity=setting.capacity,
+    alignment=setting.alignment,
+  )
+
+
+def _rows(x: Received) -> Rows:
+  return Rows(x.rows, x.weights, x.group_sizes, x.scales, x.counts)
 
 
 def _flat(x: Array) -> np.ndarray:

@@ -62,7 +62,7 @@ class Variant:
   def setting(self) -> Setting:
     """Returns the sizes, with a mesh of the first P devices."""
     size = self.ep_size or jax.device_count()
-    local = self.experts // size
+    local = -(-self.experts // size)
     most = size * self.tokens * min(self.top_k, local) + self.spare
     blocks = -(-(most + local * (self.alignment - 1)) // self.alignment)
     return Setting(
@@ -89,7 +89,8 @@ class Kind:
   """The smallest and the largest sizes of a kind of cases.
 
   Attributes:
-    experts: E, before it is rounded up to a multiple of the devices.
+    experts: E, which is rounded up to a multiple of the devices unless the
+      transport is `uneven`.
     routing: a routing that the kind always has, or "".
     all_tokens: the smallest number of tokens of all ranks together.
     of: the kind is only for this class.
@@ -219,7 +220,9 @@ class Draw:
 
     devices, capacity = self._ep_size or jax.device_count(), None
     tokens = max(between(*kind.tokens), -(-kind.all_tokens // devices))
-    experts = max(2, -(-between(*kind.experts) // devices) * devices)
+    experts = max(2, between(*kind.experts))
+    if not getattr(self._subject, "uneven", False):
+      experts = -(-experts // devices) * devices
     top_k = min(between(*kind.top_k), experts)
     if too_small:
       tokens += alignment

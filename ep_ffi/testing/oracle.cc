@@ -5,6 +5,7 @@
 
 #include "ep_ffi/core/status.h"
 #include "ep_ffi/testing/formats.h"
+#include "ep_ffi/testing/plans.h"
 
 namespace ep::testing {
 namespace {
@@ -79,47 +80,22 @@ bool Layout::Overflows(const PlanDims& dims) const {
   return max_recv_tokens > dims.capacity;
 }
 
-Layout LayOut(const PlanDims& dims, const Choices& topk_idx) {
-  const int64_t num_ranks = dims.ep_size;
-  const int64_t num_local = dims.num_local_experts();
+Layout LayOut(PlanDims dims, const Choices& topk_idx) {
+  dims.drop = true;
+  const std::vector<SortedChoices> sorted = SortAll(dims, topk_idx);
   Layout layout;
-  layout.send.assign(num_ranks,
-                     std::vector<Route>(dims.num_choices(), kNoRoute));
-  layout.kept.assign(num_ranks, std::vector<uint8_t>(dims.num_choices(), 0));
-  for (int32_t dest = 0; dest < num_ranks; ++dest) {
-    std::vector<Route> recv(dims.capacity, kNoRoute);
-    std::vector<int32_t> group_sizes, token_counts, dropped_counts;
-    int32_t slot = 0;
-    for (int64_t j = 0; j < num_local; ++j) {
-      const int32_t begin = slot;
-      int32_t kept = 0, dropped = 0;
-      for (int32_t source = 0; source < num_ranks; ++source) {
-        for (int32_t i = 0; i < dims.num_choices(); ++i) {
-          if (topk_idx[source][i] != dest * num_local + j) continue;
-          if (slot < dims.capacity) {
-            layout.send[source][i] = {dest, slot};
-            layout.kept[source][i] = 1;
-            recv[slot] = {source, i};
-            ++kept;
-          } else {
-            ++dropped;
-          }
-          ++slot;
-        }
-      }
-      while (slot % dims.alignment != 0) ++slot;
-      const int32_t capacity = dims.capacity;
-      group_sizes.push_back(std::min(slot, capacity) -
-                            std::min(begin, capacity));
-      token_counts.push_back(kept);
-      dropped_counts.push_back(dropped);
-    }
-    layout.recv.push_back(recv);
-    layout.group_sizes.push_back(group_sizes);
-    layout.token_counts.push_back(token_counts);
-    layout.total_recv_tokens.push_back(slot);
-    layout.dropped_counts.push_back(dropped_counts);
-    layout.max_recv_tokens = std::max(layout.max_recv_tokens, slot);
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    const BuiltPlan built(dims, rank, sorted);
+    Plan plan;
+    (void)Plan::Open(dims, rank, built.mem.data(), built.mem.size(), &plan);
+    layout.send.emplace_back(plan.send(), plan.send() + dims.num_choices());
+    layout.recv.emplace_back(plan.recv(), plan.recv() + dims.capacity);
+    layout.group_sizes.push_back(built.group_sizes);
+    layout.token_counts.push_back(built.token_counts);
+    layout.total_recv_tokens.push_back(built.total_recv_tokens);
+    layout.dropped_counts.push_back(built.dropped_counts);
+    layout.max_recv_tokens = built.max_recv_tokens;
+    layout.kept.push_back(built.kept);
   }
   return layout;
 }

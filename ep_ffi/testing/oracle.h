@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // The numeric contract in plain loops: the outputs of each op on every rank of
-// an EP domain. The oracle shares no code with the backends.
+// an EP domain. The routing is the plan of core/plan.h, which plan_test and,
+// with the oracle in Python, tests/ops/rules_test.py compare with the contract.
 
 #ifndef EP_FFI_TESTING_ORACLE_H_
 #define EP_FFI_TESTING_ORACLE_H_
@@ -34,7 +35,9 @@ struct Layout {
   bool Overflows(const PlanDims& dims) const;
 };
 
-Layout LayOut(const PlanDims& dims, const Choices& topk_idx);
+// Returns the routing with drops, whatever `dims.drop` is. All choices must be
+// valid.
+Layout LayOut(PlanDims dims, const Choices& topk_idx);
 
 // An input or output of an op on one rank: a dense [n, H] matrix, and optional
 // weights, [T, K] for tokens or [C] for slots.

@@ -5,8 +5,8 @@ The host engine gets the arguments for NCCL EP. XLA gets the programs for GPUs.
 """
 
 import jax
-import numpy as np
 import pytest
+from testing_subjects import ours
 
 from cases import assert_same, Case, expected, global_view, lower
 from conftest import make_mesh
@@ -15,34 +15,24 @@ from ep._src.backends import host
 from ep._src.base.backend import OPS
 from groups import bootstrap
 from nccl_testing import HostEngine
-from op_functions import dispatch, everything, Moved, round_trip
+from op_functions import everything, round_trip
 
 
 @pytest.fixture(name="case")
-def case_over_the_host_engine(monkeypatch, request):
+def case_over_the_host_engine(monkeypatch):
   monkeypatch.setattr(host, "NativeConnection", HostEngine)
-  hidden = getattr(request, "param", 13)
-  with bootstrap(make_mesh({"ep": 4}), hidden_dim=hidden) as group:
+  with bootstrap(make_mesh({"ep": 4}), hidden_dim=13) as group:
     layer = ep.EpLayerConfig(group)
-    yield Case(layer, "with_unused_choices", hidden=hidden, whole=True)
+    yield Case(layer, "with_unused_choices", hidden=13, whole=True)
 
 
-@pytest.mark.parametrize("case", [7, 8], indirect=True)
-def test_rows_of_any_hidden_size_arrive(case):
-  case.check(everything, *case.inputs())
-
-
-@pytest.mark.parametrize("case", [1, 8], indirect=True)
-def test_fp8_rows_arrive_with_their_scales(case):
-  rng = np.random.default_rng(0)
-  shape = case.tokens().shape
-  rows = rng.integers(0, 256, shape).astype(np.uint8)
-  scales = rng.normal(size=(*shape[:-1], 3)).astype(np.float32)
-
-  def moved(ops, *args):
-    return Moved(dispatch(ops, *args))
-
-  case.check(moved, rows, case.weights(), scales)
+def test_rules(case):
+  """Rows of any hidden size arrive, and fp8 rows with their scales."""
+  rules = "rows weights scales output unread gradients second_order".split()
+  subject = ours("host", dtypes=("float32",), alignments=(1,))
+  report = ep.testing.check(subject, rules)
+  if not report.passed:
+    pytest.fail(str(report))
 
 
 def test_the_calls_alone_are_on_the_stream_of_collectives(case):

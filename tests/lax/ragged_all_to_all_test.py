@@ -107,6 +107,20 @@ def place(mesh, *args):
   return jax.tree.map(lambda x: to_global(x, mesh, spec), args)
 
 
+def value_and_grads(
+  operand, output, ct, slices, op=ep.lax.ragged_all_to_all, **axis
+):
+  axis = axis or dict(axis_name=INNER)
+  value, vjp = jax.vjp(lambda *x: op(*x, *slices, **axis), operand, output)
+  return value, vjp(ct)
+
+
+def expected(operand, output, ct, slices, groups=FOUR):
+  """Returns the expected result of `value_and_grads` on all ranks."""
+  value = moved(operand, output, slices, groups)
+  return value, moved_back(ct, operand, slices, groups)
+
+
 @pytest.fixture(name="mesh")
 def mesh_of_four():
   return make_mesh({INNER: 4})
@@ -166,49 +180,39 @@ def test_transformations_and_axes():
     both = dict(axis_name=(OUTER, INNER))
     by_both, by_inner, by_group = slices
 
-    def move(slices, operand=operand, **axis):
-      return ep.lax.ragged_all_to_all(operand, output, *slices, **axis)
-
-    def grad(slices, **axis):
-      def fn(operand, output):
-        return ep.lax.ragged_all_to_all(operand, output, *slices, **axis)
-
-      return jax.vjp(fn, operand, output)[1](ct)
+    def of_each(slices, **axis):
+      return value_and_grads(operand, output, ct, slices, **axis)
 
     def step(count, slices):
-      return count + 1, move(slices, **both)
+      return count + 1, of_each(slices, **both)
 
-    def of_examples(fn, slices, **axis):
-      return jax.vmap(functools.partial(fn, **axis))(slices)
+    def of_examples(slices, **axis):
+      return jax.vmap(functools.partial(of_each, **axis))(slices)
 
-    first = jax.tree.map(lambda x: x[0], by_both)
-    move_rows = functools.partial(move, first, **both)
-    grouped = dict(both, axis_index_groups=groups)
-    return dict(
-      scan=lax.scan(step, 0, by_both)[1],
-      rows=jax.vmap(move_rows, 1, 1)(jnp.stack([operand, -operand], 1)),
-      scan_grad=of_examples(grad, by_both, **both),
-      inner=of_examples(move, by_inner, axis_name=INNER),
-      inner_grad=of_examples(grad, by_inner, axis_name=INNER),
-      grouped=of_examples(move, by_group, **grouped),
-      grouped_grad=of_examples(grad, by_group, **grouped),
-    )
+    def move_rows(rows):
+      first = jax.tree.map(lambda x: x[0], by_both)
+      return ep.lax.ragged_all_to_all(rows, output, *first, **both)
+
+    rows = jax.vmap(move_rows, 1, 1)(jnp.stack([operand, -operand], 1))
+    return rows, [
+      lax.scan(step, 0, by_both)[1],
+      of_examples(by_both, **both),
+      of_examples(by_inner, axis_name=INNER),
+      of_examples(by_group, **both, axis_index_groups=groups),
+    ]
 
   stack = functools.partial(jax.tree.map, lambda *x: np.stack(x, 1))
-  args = place(mesh, operand, output, ct, *(stack(*x) for x in examples))
+  arrays = operand, output, ct
+  args = place(mesh, *arrays, *(stack(*x) for x in examples))
   actual = on_ranks(run, mesh)(*args)
 
-  expected = {}
-  for name, ranks, draws in zip(
-    ["scan", "inner", "grouped"], [FOUR, pairs, groups], examples, strict=True
-  ):
-    values = [moved(operand, output, x, ranks) for x in draws]
-    grads = [moved_back(ct, operand, x, ranks) for x in draws]
-    expected |= {name: stack(*values), f"{name}_grad": stack(*grads)}
-  expected["rows"] = np.stack(
-    [moved(x, output, examples[0][0], FOUR) for x in (operand, -operand)], 2
-  )
-  jax.tree.map(assert_shards_equal, actual, expected)
+  rows = [moved(x, output, examples[0][0], FOUR) for x in (operand, -operand)]
+  want = [
+    stack(*(expected(*arrays, x, ranks) for x in draws))
+    for ranks, draws in zip([FOUR, pairs, groups], examples, strict=True)
+  ]
+  want = np.stack(rows, 2), [want[0], *want]
+  jax.tree.map(assert_shards_equal, actual, want)
 
 
 @of_one_process
@@ -217,16 +221,10 @@ def test_no_examples_have_values_and_derivatives(mesh):
   operand, output = (np.zeros((4, 0, rows, H), np.float32) for rows in (N, M))
   slices = Slices(*np.zeros((4, 4, 0, 8), np.int32))
 
-  @jax.vmap
-  def run(operand, output, slices):
-    def fn(*args):
-      return move(*args, slices)
-
-    value, vjp = jax.vjp(fn, operand, output)
-    return value, *vjp(value)
-
-  actual = on_ranks(run, mesh)(*place(mesh, operand, output, slices))
-  jax.tree.map(assert_shards_equal, actual, (output, operand, output))
+  run = jax.vmap(value_and_grads)
+  args = place(mesh, operand, output, output, slices)
+  want = output, (operand, output)
+  jax.tree.map(assert_shards_equal, on_ranks(run, mesh)(*args), want)
 
 
 @of_one_process
@@ -414,8 +412,8 @@ def test_elements_may_be_sharded_over_an_explicit_axis():
   operand, output, ct = (small(rng, 2, rows, 4) for rows in (N, M, M))
 
   def run(operand, output, ct, slices):
-    value, vjp = jax.vjp(lambda *x: move(*x, slices), operand, output)
-    return value, move(operand, output, slices, lax.ragged_all_to_all), vjp(ct)
+    by_jax = move(operand, output, slices, lax.ragged_all_to_all)
+    return by_jax, value_and_grads(operand, output, ct, slices)
 
   spec = P(INNER, None, OUTER)
   args = [to_global(x, mesh, spec) for x in (operand, output, ct)]
@@ -423,43 +421,38 @@ def test_elements_may_be_sharded_over_an_explicit_axis():
   with ep.lax.install():
     actual = on_ranks(run, mesh, axis_names={INNER})(*args)
   assert {x.sharding.spec for x in jax.tree.leaves(actual)} == {spec}
-  expected = moved(operand, output, slices, groups)
-  expected = expected, expected, moved_back(ct, operand, slices, groups)
-  jax.tree.map(assert_shards_equal, actual, expected)
+  want = expected(operand, output, ct, slices, groups)
+  jax.tree.map(assert_shards_equal, actual, (want[0], want))
 
 
 @of_one_process
 def test_install_is_for_code_of_others_and_can_be_undone(mesh):
   """JAX's op and its derivatives run on the CPU only after `install`."""
   operand, output = two_arrays()
-  slices = one_slice()
-  args = place(mesh, operand, output, slices)
+  args = operand, output, output, one_slice()
+  placed = place(mesh, *args)
+
+  def of_operand(result):
+    value, (ct, _) = result
+    return value, ct
 
   @functools.partial(on_ranks, mesh=mesh)
-  def run(operand, output, slices):
-    def fn(operand):
-      return move(operand, output, slices, lax.ragged_all_to_all)
-
-    value, vjp = jax.vjp(fn, operand)
-    return value, vjp(output)[0]
+  def run(*args):
+    return of_operand(value_and_grads(*args, lax.ragged_all_to_all))
 
   def fails():
     with pytest.raises(ep.EpError, match="(?i)ragged.all.to.all"):
-      jax.block_until_ready(run(*args))
+      jax.block_until_ready(run(*placed))
 
   fails()
   with ep.lax.install():
     with ep.lax.install():
       pass
-    outs = run(*args)
-    compiled = run.lower(*args).compile()
+    outs = run(*placed)
+    compiled = run.lower(*placed).compile()
   fails()
-  expected = (
-    moved(operand, output, slices, FOUR),
-    moved_back(output, operand, slices, FOUR)[0],
-  )
-  jax.tree.map(assert_shards_equal, outs, expected)
-  jax.tree.map(assert_shards_equal, compiled(*args), expected)
+  for actual in outs, compiled(*placed):
+    jax.tree.map(assert_shards_equal, actual, of_operand(expected(*args)))
 
 
 @of_one_process
@@ -478,10 +471,9 @@ def test_on_other_platforms_it_is_the_op_of_jax(mesh, fn):
 @of_one_process
 def test_it_runs_outside_of_jit(mesh):
   operand, output = two_arrays()
-  args = place(mesh, operand, output, one_slice())
-  eager = on_ranks(move, mesh).__wrapped__
-  expected = moved(operand, output, one_slice(), FOUR)
-  assert_shards_equal(eager(*args), expected)
+  args = operand, output, output, one_slice()
+  actual = on_ranks(value_and_grads, mesh).__wrapped__(*place(mesh, *args))
+  jax.tree.map(assert_shards_equal, actual, expected(*args))
 
 
 @of_one_process

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_dispatch gives the oracle's results and gradients.
+"""Every op by itself gives the oracle's results and gradients.
 
-The tests of shapes, layers and row sizes check all ops.
+rules_test composes dispatch and combine under drawn options. Here each op gets
+separate inputs, and every array has special values.
 """
 
 import jax.numpy as jnp
@@ -9,93 +10,96 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, large_case
-from groups import layer, of_one_process
-from op_functions import everything, Moved
-from parameters import EVERY_ROUTING, LAYERS, LEADING_DIMS
+from conftest import make_mesh
+import ep
+from ep.testing._routings import ROUTINGS
+from groups import bootstrap, E, H, layer, of_one_process
+from op_functions import everything, round_trip
 
 
-def dispatch_and_back(ops, tokens, weights, g_rows, g_row_weights):
-  return (
-    ops.dispatch(tokens, weights),
-    ops.dispatch_bwd((tokens, weights), (g_rows, g_row_weights)),
-  )
+@pytest.mark.parametrize(
+  "options, hidden, dtype",
+  [
+    (dict(mesh="ep4", top_k=1), 7, jnp.float32),
+    (dict(mesh="dp2_ep2", alignment=4, top_k=E), 6, jnp.bfloat16),
+    (dict(mesh="dp4_ep1", alignment=8), 1, jnp.float16),
+  ],
+  ids=str,
+)
+def test_special_values(options, hidden, dtype):
+  """Zeros keep signs, sums flush subnormals, and copied rows keep every bit."""
+  config = layer(**options)
+  for routing in "with_unused_choices", "skewed":
+    case = Case(config, routing, hidden=hidden, specials=True)
+    case.check(everything, *case.inputs(dtype))
 
 
-def check(case, dtype=jnp.float32, weight_dtype=jnp.float32):
-  case.check(
-    dispatch_and_back,
-    case.tokens(dtype),
-    case.weights(weight_dtype),
-    case.rows(dtype),
-    case.row_weights(),
-  )
-
-
-@EVERY_ROUTING
-def test_every_routing(routing):
-  check(Case(layer(), routing))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_large_rows(dtype):
+  case = large_case("skewed")
+  case.check(everything, *case.inputs(dtype))
 
 
 @pytest.mark.parametrize(
   "dtype, weight_dtype",
   [(jnp.bfloat16, jnp.float16), (jnp.float16, jnp.bfloat16)],
 )
-def test_dtypes(dtype, weight_dtype):
-  """Dispatch converts weights to float32, and their gradients back."""
-  check(Case(layer(), "with_unused_choices"), dtype, weight_dtype)
+def test_dtypes_of_weights(dtype, weight_dtype):
+  """Ops convert weights to float32, and their gradients back."""
 
+  def ops_and_back(ops, tokens, weights, rows, row_weights, g_weights):
+    primals = tokens, weights
+    return (
+      ops.dispatch(*primals),
+      ops.dispatch_bwd(primals, (rows, g_weights)),
+      ops.combine(rows, row_weights),
+      ops.combine_bwd((rows, row_weights), tokens),
+    )
 
-@LAYERS
-def test_every_op_on_meshes_with_alignments_and_top_k(options):
-  case = Case(layer(**options), "skewed")
-  case.check(everything, *case.inputs())
+  # The gradient of a row's weight is a sum of any order, so numbers are whole.
+  case = Case(layer(), "with_unused_choices", whole=True)
+  tokens, rows = case.tokens(dtype), case.rows(dtype)
+  weights = case.weights(weight_dtype), case.row_weights(weight_dtype)
+  g_weights = case.row_weights()
+  case.check(ops_and_back, tokens, weights[0], rows, weights[1], g_weights)
 
 
 @of_one_process
-@LEADING_DIMS
-def test_every_op_with_leading_dims_of_tokens(lead):
-  case = Case(layer(), lead=lead)
-  case.check(everything, *case.inputs())
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_sums_start_at_plus_zero_and_flush(dtype):
+  """A sum starts at +0.0, and subnormal float32 numbers count as zero.
+
+  The test states the expected numbers; it does not ask the oracle.
+  """
+
+  def combine_both(ops, rows, weights):
+    return ops.combine(rows), ops.combine(rows, weights)
+
+  case = Case(layer(top_k=1))
+  tiny = float(jnp.finfo(dtype).smallest_subnormal)
+  # Sums are in float32, where a subnormal float16 is a normal number.
+  kept = tiny if dtype == jnp.float16 else 0.0
+  columns = np.array([0.0, -0.0, tiny, -tiny, 1.0, -1.0, 0.0], dtype)
+  sums = np.array([0.0, 0.0, kept, -kept or 0.0, 1.0, -1.0, 0.0], dtype)
+  rows = np.broadcast_to(columns, case.rows().shape)
+  weights = np.ones_like(case.row_weights())
+  wanted = np.broadcast_to(sums, case.tokens().shape)
+  assert_same(case.run(combine_both, rows, weights), (wanted, wanted))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_every_op_on_large_rows(dtype):
-  case = large_case("skewed")
-  case.check(everything, *case.inputs(dtype))
-
-
-def dispatch_each(ops, weights, *arrays):
-  return [Moved(ops.dispatch(tokens, weights)) for tokens in arrays]
-
-
-def test_bits_pass_unchanged():
-  """Every backend copies NaN payloads, infinities, subnormals and -0.0."""
-  case = Case(layer(), specials=True)
-  arrays = map(case.tokens, (jnp.float32, jnp.bfloat16, jnp.float16))
-  case.check(dispatch_each, case.weights(), *arrays)
-
-
-def dispatch_moved(ops, *inputs):
-  return Moved(ops.dispatch(*inputs))
-
-
-def test_uint8_rows_with_scales():
-  case = Case(layer(alignment=4), "with_unused_choices")
-  rows = np.random.default_rng(0).integers(0, 256, case.tokens().shape)
-  scales = case.tokens()[:, :3].copy()
-  case.check(dispatch_moved, rows.astype(np.uint8), case.weights(), scales)
-
-
-def segments(ops, tokens, weights):
-  """Returns the received rows and weights, with zeros in unused rows."""
-  group_sizes = ops.sizes().group_sizes
-  recv, recv_weights = ops.dispatch(tokens, weights)
-  used = jnp.arange(recv.shape[1]) < group_sizes.sum(-1, keepdims=True)
-  return (jnp.where(used[..., None], recv, 0), jnp.where(used, recv_weights, 0))
-
-
-def test_segments_do_not_depend_on_the_tail():
-  """The padding of a segment is zero even with tail="unspecified"."""
-  case = Case(layer(alignment=4, tail="unspecified"), "skewed")
-  inputs = case.tokens(), case.weights()
-  assert_same(case.run(segments, *inputs), case.oracle.dispatch(*inputs))
+@of_one_process
+def test_bits_do_not_depend_on_the_number_of_ranks():
+  """On 4 ranks, 5 experts have the slots 01 23 4- --; on 3 ranks, 01 23 4-."""
+  rng = np.random.default_rng(0)
+  tokens = rng.standard_normal((12, H)).astype(np.float32)
+  topk_idx = ROUTINGS["uniform"](rng, (12, 3), 5)
+  weights = rng.random((12, 3)).astype(np.float32)
+  outs = []
+  for ranks in 1, 3, 4:
+    sizes = dict(num_experts=5, max_tokens_per_rank=12)
+    with bootstrap(make_mesh({"ep": ranks}), **sizes) as group:
+      case = Case(ep.EpLayerConfig(group), topk_idx, lead=(12 // ranks,))
+      outs.append(np.asarray(case.run(round_trip, tokens, weights)))
+      case.check_round_trip()
+  for out in outs[1:]:
+    np.testing.assert_array_equal(out, outs[0])

@@ -2,6 +2,7 @@
 """The compiled program has the exchanges of our ops and no other collective."""
 
 import functools
+import re
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -13,7 +14,7 @@ from conftest import make_mesh, to_global
 import ep
 from ep._src.base.backend import OPS
 from ep._tools.collectives import hidden
-from groups import layer, not_with_xla, spec
+from groups import BACKEND, GPU, group, layer, not_with_xla, spec
 from op_functions import round_trip, sizes
 
 
@@ -22,6 +23,7 @@ def forward_and_back(ops, tokens, weights, g):
   return out, vjp(g)
 
 
+@not_with_xla("a rank by itself exchanges nothing")
 @pytest.mark.parametrize(
   "mesh, axis_type, view",
   [
@@ -203,3 +205,38 @@ def test_a_branch_orders_collectives_before_its_ops():
   program = BRANCHES.replace("BRANCH", "%early, %late")
   with pytest.raises(AssertionError, match="all-reduce  beside conditional "):
     ep.assert_ordered_collectives(program)
+
+
+@pytest.mark.skipif(GPU, reason="the profiler needs CUPTI")
+def test_spans_name_the_op_and_the_layer(tmp_path):
+  """JAX's profiler shows each op as a span that is named like an instruction.
+
+  The path of the instruction has the op and the layer. On a GPU, the profiler
+  needs CUPTI.
+  """
+  case = Case(ep.EpLayerConfig(group("ep4"), name="moe_3"))
+  arrays = case.tokens(), case.weights(), case.tokens()
+  program = lower((case, forward_and_back, *arrays)).compile()
+  args = jax.tree.map(case.put, [case.routing, *arrays])
+  with jax.profiler.trace(tmp_path):
+    jax.block_until_ready(program(args))
+  (file,) = tmp_path.rglob("*.xplane.pb")
+  profile = jax.profiler.ProfileData.from_file(str(file))
+  spans = {
+    event.name
+    for plane in profile.planes
+    for line in plane.lines
+    for event in line.events
+  }
+  exchange = (
+    r'%(\S+) = .* (?:custom-call|all-\S+)\(.*op_name="[^"]*/(ep_\S+?)[/"]'
+  )
+  found = dict(re.findall(exchange, program.as_text()))
+  found = {name: op for name, op in found.items() if name in spans}
+  assert {*found.values()} == {f"{op}[moe_3]" for op in OPS}
+  if BACKEND != "xla":
+    for name, op in found.items():
+      assert name.startswith(re.sub(r"\W", "_", op))
+  if BACKEND != "xla" and jax.process_count() == 1:
+    # The first ranks of an op have its result later than the end of their span.
+    assert all(f"end: {name}" in spans for name in found)

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, global_view, local_view, lower
-from conftest import refused, to_global
+from conftest import to_global
 import ep
 from ep._src.ops import reference
 from ep.testing._routings import ROUTINGS
 from groups import BACKEND, E, group, K, layer, of_one_process, ranks, spec
-import op_functions
 from op_functions import Moved, Ops, round_trip, sizes
 import quick_compiler
 
@@ -48,30 +47,6 @@ def test_the_error_names_the_argument_to_raise():
   case = Case(config, "to_one_expert")
   rows = case.layer.capacity
   case.check_error([f"capacity is {rows}; raise capacity_factor or"], sizes)
-
-
-@pytest.mark.parametrize("overflow, alignment", [("error", 4), ("drop", 1)])
-def test_a_capacity_that_just_suffices(overflow, alignment):
-  wanted = needed_rows(Case(layer(alignment=alignment), "skewed"))
-  config = full_layer(overflow, wanted, alignment=alignment)
-  case = Case(config, "skewed", whole=True)
-  case.check(op_functions.everything, *case.inputs())
-
-
-def test_one_row_too_few():
-  wanted = needed_rows(Case(layer(), "skewed"))
-  case = Case(full_layer("error", wanted - 1), "skewed")
-  case.check_error([str(wanted), str(wanted - 1)], sizes)
-
-
-@pytest.mark.parametrize(
-  "mesh, alignment, capacity", [("dp2_ep2", 1, 11), ("ep4", 4, 8)]
-)
-@pytest.mark.parametrize("routing", ["skewed", "to_one_expert", "idle"])
-def test_drops_without_weights(mesh, routing, alignment, capacity):
-  config = full_layer("drop", capacity, mesh=mesh, alignment=alignment)
-  case = Case(config, routing, whole=True)
-  case.check(op_functions.everything, *case.inputs())
 
 
 def narrow_layer(mesh, rows_per_rank, backend=BACKEND, **options):
@@ -147,14 +122,6 @@ def test_policies(mesh, drop_by, rows, view):
 
 
 @of_one_process
-def test_policies_on_xla():
-  """The xla backend shares the code of "fair", so one mesh is enough."""
-  options = dict(drop_by="fair", alignment=8)
-  for case in cases_of(narrow_layer("ep2_dp2", 32, "xla", **options)):
-    case.check(sizes)
-
-
-@of_one_process
 def test_vmap_is_one_exchange_for_each_example():
   config = narrow_layer("ep4", 30, drop_by="fair")
   cases = list(cases_of(config))
@@ -191,13 +158,6 @@ def short():
   """Returns a case whose layer has too small a capacity."""
   config = narrow_layer("ep4", 16, drop_by="fair")
   return next(cases_of(config))
-
-
-def test_no_tokens(short):
-  none = np.zeros((0, K))
-  ids, weights = none.astype(np.int32), none.astype(np.float32)
-  case = Case(short.layer, ids, lead=(0,), routing_weights=weights)
-  assert case.run(sizes).kept.shape == (0, K)
 
 
 @of_one_process
@@ -250,25 +210,6 @@ def test_wrong_ids_are_reported_on_every_rank(short, changes, words):
     ids[at] = value
   case = Case(short.layer, ids, lead=(T,), routing_weights=weights)
   case.check_error(words, sizes)
-
-
-@of_one_process
-def test_weights_that_do_not_fit_are_refused(short):
-  ids = jnp.zeros((4 * T, K), jnp.int32)
-  weights = jnp.zeros((4 * T, K))
-
-  def refuse(fn, *words):
-    with refused(*words):
-      jax.eval_shape(fn)
-
-  prepare = functools.partial(ep.ep_prepare, short.layer)
-  refuse(lambda: prepare(ids), "topk_weights is None", "fair")
-  refuse(lambda: prepare(ids, weights[:, 1:]), "topk_weights", "(48, 2)")
-  refuse(lambda: prepare(ids, ids), "int32", "floating")
-  refuse(lambda: prepare(ids[:, 1:], weights[:, 1:]), "(48, 2)", "top_k")
-  # `ep_prepare` checks weights even if no drop policy reads the weights.
-  wide = ep.EpLayerConfig(short.layer.group)
-  refuse(lambda: ep.ep_prepare(wide, ids, ids), "topk_weights is int32")
 
 
 @of_one_process

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's transformations work on functions that exchange tokens.
 
-See derivatives_test for derivatives of derivatives, handle_test for handles in
-loops and checkpoints, prepare_test for branches, concurrency_test for loops of
-unknown length, and views_test for the views.
-In each test here, one rank has no tokens to send.
+See handle_test for handles in loops, checkpoints and branches, concurrency_test
+for loops of unknown length, and views_test for the views. One rank has no tokens
+to send, except in the tests of derivatives.
 """
 
 import jax
@@ -276,3 +275,101 @@ def test_a_loaded_program_refuses_a_group_of_other_sizes():
   words = 'group "exported"', "num_experts = 8", "num_experts = 16"
   with bootstrap(mesh, **other), refused(*words):
     jax.block_until_ready(jax.jit(exported.call)(*args))
+
+
+# --- Derivatives -------------------------------------------------------------
+
+# The function is a polynomial of whole numbers. float32 evaluates it exactly,
+# so the order of JAX's sums does not matter.
+
+
+@pytest.fixture(name="small")
+def small_case():
+  return Case(layer(top_k=2), "with_unused_choices", whole=True)
+
+
+def polynomial(ops, tokens, weights):
+  """Returns a polynomial of degree 2 in the tokens and in the weights."""
+  recv, recv_weights = ops.dispatch(tokens, weights)
+  rows = recv * recv * recv_weights[..., None]
+  return ops.combine(rows, recv_weights)
+
+
+def pullback(ops, tokens, weights, g):
+  return jax.vjp(lambda *x: polynomial(ops, *x), tokens, weights)[1](g)
+
+
+def forward(ops, tokens, weights, g):
+  primals, tangents = (tokens, weights), (g, weights)
+  return jax.jvp(lambda *x: polynomial(ops, *x), primals, tangents)
+
+
+def linearized(ops, tokens, weights, g):
+  out, f = jax.linearize(lambda *x: polynomial(ops, *x), tokens, weights)
+  return out, f(g, weights), f(tokens, weights)
+
+
+def reverse_over_forward(ops, tokens, weights, g):
+  primals = tokens, weights, g
+  _, vjp = jax.vjp(lambda *x: forward(ops, *x), *primals)
+  return vjp((g, tokens))
+
+
+def forward_over_forward(ops, tokens, weights, g):
+  primals = tokens, weights, g
+  return jax.jvp(lambda *x: forward(ops, *x), primals, primals)
+
+
+@pytest.mark.parametrize(
+  "derivative",
+  [
+    linearized,
+    reverse_over_forward,
+    forward_over_forward,
+  ],
+)
+def test_derivative(small, derivative):
+  """The rule `second_order` of rules_test tests reverse over reverse mode."""
+  small_weights = np.ceil(4 * small.weights())
+  small.check(derivative, small.tokens(), small_weights, small.tokens())
+
+
+def test_hessian(small):
+  """jax.hessian is forward over reverse mode, with a `vmap` in each."""
+
+  def loss(scales, ops, tokens, weights):
+    recv, recv_weights = ops.dispatch(tokens, weights * scales[0])
+    return jnp.sum(ops.combine(recv * scales[1], recv_weights) ** 2)
+
+  def hessian(ops, *x):
+    return jax.hessian(loss)(jnp.ones(2), ops, *x)
+
+  arrays = small.tokens(), np.ceil(4 * small.weights())
+  want = jit_quickly(hessian)(small.oracle, *arrays)
+  assert_same(small.run(hessian, *arrays), np.asarray(want))
+
+
+def test_dispatch_has_a_gradient_if_one_output_is_used(small):
+  def of_rows(ops, tokens, weights, g):
+    return jax.vjp(lambda x: ops.dispatch(x, weights)[0], tokens)[1](g)
+
+  def of_weights(ops, tokens, weights, g):
+    return jax.vjp(lambda w: ops.dispatch(tokens, w)[1], weights)[1](g)
+
+  small.check(of_rows, small.tokens(), small.weights(), small.rows())
+  small.check(of_weights, small.tokens(), small.weights(), small.row_weights())
+
+
+def test_the_handle_has_no_gradient(small):
+  """The handle's gradient is float0, as of any integer array in JAX."""
+
+  def through_handle(ops, tokens, weights, g):
+    def out(handle, tokens):
+      return round_trip(Ops(handle), tokens, weights)
+
+    g_handle, _ = jax.vjp(out, ops.handle, tokens)[1](g)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(g_handle)}
+    assert dtypes == {jax.dtypes.float0}
+    return ()
+
+  small.run(through_handle, small.tokens(), small.weights(), small.tokens())

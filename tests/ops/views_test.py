@@ -2,6 +2,7 @@
 """The ops give the same results inside and outside of shard_map."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ import pytest
 from cases import assert_same, Case, expected, global_view, local_view
 from conftest import make_mesh, to_global
 import ep
-from groups import bootstrap, K, layer, of_one_process, spec
+from groups import bootstrap, E, H, K, layer, of_one_process, spec, T
+from layer_steps import draw_params
 from op_functions import everything, Ops, round_trip
 
 VIEWS = {
@@ -26,10 +28,8 @@ BOTH_VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 @pytest.mark.parametrize(
   "mesh, axis_type, view",
   [
-    ("dp2_ep2", AxisType.Explicit, "global"),
     ("ep2_dp2", AxisType.Auto, "global"),
     ("dp2_ep2", AxisType.Explicit, "local"),
-    ("ep2_dp2", AxisType.Auto, "local"),
     ("ep4", AxisType.Auto, "local_without_vma"),
   ],
 )
@@ -206,3 +206,153 @@ def test_an_orthogonal_axis_makes_separate_domains():
       for case, (_, *arrays) in zip(cases, inputs, strict=True)
     ]
     assert_same(actual, np.stack(domains))
+
+
+# --- Explicit axes, the default of `jax.make_mesh` ---------------------------
+
+EXPLICIT = (AxisType.Explicit,) * 2
+OVER_RANKS = PartitionSpec(("dp", "ep"))
+
+
+@of_one_process
+@pytest.mark.parametrize(
+  "axes, compiled",
+  [
+    (OVER_RANKS, True),
+    (PartitionSpec(("ep", "dp")), True),
+    (PartitionSpec("dp"), False),
+    (PartitionSpec(), True),
+    (OVER_RANKS, False),
+  ],
+  ids=str,
+)
+def test_arguments_of_any_sharding(axes, compiled, recwarn):
+  """Gradients have the sharding of the arguments.
+
+  Outside of jit, a warning names each array that JAX reshards.
+  """
+  config = layer("dp2_ep2", AxisType.Explicit)
+  case, mesh = Case(config, whole=True), config.group.mesh
+
+  def with_grads(topk_idx, *primals):
+    def fn(*primals):
+      return round_trip(Ops(ep.ep_prepare(config, topk_idx)), *primals)
+
+    out, vjp = jax.vjp(fn, *primals)
+    return out, vjp(out)
+
+  def of_oracle(ops, *primals):
+    out, vjp = jax.vjp(lambda *x: round_trip(ops, *x), *primals)
+    return out, vjp(out)
+
+  arrays = case.tokens(), np.ceil(4 * case.weights())
+  args = [to_global(x, mesh, axes) for x in (case.topk_idx, *arrays)]
+  with jax.set_mesh(mesh):
+    if not compiled:
+      global_view(config, round_trip)(*args)
+    out, grads = (jax.jit(with_grads) if compiled else with_grads)(*args)
+  assert_same((out, grads), expected(case, of_oracle, *arrays))
+  for grad, arg in zip(grads, args[1:], strict=True):
+    assert grad.sharding.is_equivalent_to(arg.sharding, arg.ndim)
+  words = " ".join(str(w.message) for w in recwarn)
+  for name in "topk_idx", "tokens":
+    is_moved = not compiled and axes != OVER_RANKS
+    assert (f": {name} of shape" in words) == is_moved
+
+
+@of_one_process
+def test_numpy_arrays_on_axes_of_both_kinds():
+  mesh = make_mesh(dict(dp=2, ep=2), (AxisType.Explicit, AxisType.Auto))
+  with bootstrap(mesh) as group:
+    case = Case(ep.EpLayerConfig(group), whole=True)
+    arrays = case.tokens(), case.weights()
+    out = jax.jit(global_view(case.layer, round_trip))(case.topk_idx, *arrays)
+    assert_same(out, expected(case, round_trip, *arrays))
+
+
+@of_one_process
+def test_an_array_of_one_device_is_refused():
+  config = layer("dp2_ep2", AxisType.Explicit)
+  x = jax.device_put(np.zeros((4 * T, K), np.int32), jax.local_devices()[0])
+  words = r"topk_idx of shape.*the op needs NamedSharding.*\('dp', 'ep'\)"
+  with pytest.raises(ValueError, match=words):
+    ep.ep_prepare(config, x)
+
+
+CONFIG = ep.MoEConfig(H, 4, E, K, shared_inner=2)
+
+
+def moe_layer(layer, x, params):
+  topk = ep.route_topk(x @ params["router"], K)
+  matrices = {n: p for n, p in params.items() if n.startswith("w_")}
+  return ep.moe_layer(layer, x, *topk, **matrices)
+
+
+def whole_layer(layer, x, params):
+  return ep.MoE(CONFIG, layer.group)(params, x)[0]
+
+
+@of_one_process
+@pytest.mark.parametrize(
+  "axes",
+  [PartitionSpec("dp"), PartitionSpec("ep"), PartitionSpec(), OVER_RANKS],
+  ids=str,
+)
+@pytest.mark.parametrize("part", [moe_layer, whole_layer])
+def test_the_output_of_a_layer_has_the_sharding_of_its_tokens(part, axes):
+  """The layers reshard only where they must, by collectives with a name."""
+  bound = layer("dp2_ep2", AxisType.Explicit)
+  mesh = bound.group.mesh
+  rng = np.random.default_rng(0)
+  params = draw_params(CONFIG, lambda shape: rng.normal(size=shape) / 3)
+  specs = ep.moe.partition_specs(CONFIG)
+  params = {n: to_global(p, mesh, specs[n]) for n, p in params.items()}
+  x = rng.normal(size=(4, T, H)).astype(np.float32)
+  x = to_global(x, mesh, axes)
+
+  def block(x, params):
+    return x + part(bound, x, params)
+
+  def step(x, params):
+    out, vjp = jax.vjp(block, x, params)
+    assert jax.typeof(out).sharding.spec == jax.typeof(x).sharding.spec
+    return out, vjp(out)
+
+  with jax.set_mesh(mesh):
+    compiled = jax.jit(step).lower(x, params).compile()
+    jax.block_until_ready(compiled(x, params))
+  ep.assert_no_hidden_collectives(compiled, allow=["all-reduce"])
+  is_moved = re.search(r"all-gather.*ep_reshard", compiled.as_text())
+  assert bool(is_moved) == (axes != OVER_RANKS)
+
+
+def moved(bound, x, matrix):
+  spec = PartitionSpec("ep")
+  new = ep.Placement([*range(bound.group.num_expert_slots)][::-1])
+  return ep.moe.move(bound.group, matrix, spec, old=None, new=new)
+
+
+def matrices_of_a_layer(bound, x, matrix):
+  ids = jnp.zeros((len(x), 1), jnp.int32)
+  matrices = dict(w_up=matrix, w_down=matrix.mT)
+  return ep.moe_layer(bound, x, ids, jnp.ones_like(x[:, :1]), **matrices)
+
+
+@of_one_process
+@pytest.mark.parametrize("part", [moved, matrices_of_a_layer])
+def test_other_arrays_than_tokens_are_resharded_in_sight(part):
+  mesh = make_mesh({"ep": 4}, (AxisType.Explicit,))
+  x = to_global(np.zeros((4 * T, H), np.float32), mesh, PartitionSpec("ep"))
+  with bootstrap(mesh) as group, jax.set_mesh(mesh):
+    bound = ep.EpLayerConfig(group, top_k=1)
+
+    def hlo(spec):
+      matrix = to_global(np.zeros((E, H, 8), np.float32), mesh, spec)
+      step = jax.jit(lambda *args: part(bound, *args))
+      return step.lower(x, matrix).compile().as_text()
+
+    allow = ["ragged_all_to_all"]  # of ep.moe.move
+    ep.assert_no_hidden_collectives(hlo(PartitionSpec("ep")), allow)
+    split_otherwise = hlo(PartitionSpec(None, None, "ep"))
+    with pytest.raises(AssertionError, match="all-to-all"):
+      ep.assert_no_hidden_collectives(split_otherwise, allow)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fp8 transport rounds the rows of dispatch and the gradient of combine.
+"""fp8 rows that a caller sends with scales, and fp8 rows of `wire=`.
 
 The expected results use ep.quant, which quantizers_test tests, for rounding.
+The rule `scales` of rules_test tests the bits of rows and scales.
 """
 
 import collections
-import functools
 import math
 import re
 
@@ -41,41 +41,49 @@ def case_of(
   return Case(config, routing, hidden=HIDDEN, specials=specials)
 
 
+def ops_and_back(ops, tokens, weights, rows, row_weights, g):
+  primals = tokens, weights
+  return dict(
+    dispatch=ops.dispatch(*primals),
+    dispatch_bwd=ops.dispatch_bwd(primals, (rows, row_weights)),
+    combine=ops.combine(rows),
+    combine_bwd=Moved(ops.combine_bwd((rows,), g)),
+  )
+
+
 @pytest.mark.parametrize(
-  "wire, dtype, view, mesh",
+  "wire, dtype, view, mesh, tail",
   [
-    ("mxfp8", jnp.float32, global_view, "ep4"),
-    ("fp8_block128", jnp.float16, local_view, "ep4"),
+    ("mxfp8", jnp.float32, global_view, "ep4", "zero"),
+    ("fp8_block128", jnp.float16, local_view, "ep4", "zero"),
     # A rank also rounds the rows for its own experts.
-    ("fp8_block128", jnp.bfloat16, global_view, "dp4_ep1"),
+    ("fp8_block128", jnp.bfloat16, global_view, "dp4_ep1", "zero"),
+    ("mxfp8", jnp.bfloat16, global_view, "ep4", "unspecified"),
   ],
 )
-def test_dispatch(wire, dtype, view, mesh):
-  """Received rows equal rows that ep.quant rounds, also with special values.
+def test_rounded_rows(wire, dtype, view, mesh, tail):
+  """Dispatch rounds tokens, and combine's backward pass rounds gradients.
 
-  In checked mode, rows that the op leaves unwritten are NaN.
+  Forward sums and the backward pass of dispatch are exact. The tokens have
+  special values; an unspecified tail does not change the expert segments.
   """
-  case = case_of(wire, mesh=mesh, specials=True)
-  tokens, weights = case.tokens(dtype), case.weights()
-  want = expected(case, dispatch, rounded(wire, tokens), weights)
-  with ep.checked():
-    assert_same(case.run(dispatch, tokens, weights, view=view), want)
-
-
-@pytest.mark.parametrize(
-  "wire, dtype", [("mxfp8", jnp.float16), ("fp8_block128", jnp.bfloat16)]
-)
-def test_backward_of_combine(wire, dtype):
-  """ep_combine rounds the gradients that it sends, but not the forward sums."""
-  case = case_of(wire)
-  rows, g = case.rows(dtype), case.tokens(dtype)
-
-  def combine_and_back(ops, rows, g):
-    return ops.combine(rows), Moved(ops.combine_bwd((rows,), g))
-
-  out, _ = expected(case, combine_and_back, rows, g)
-  _, grad = expected(case, combine_and_back, rows, rounded(wire, g))
-  assert_same(case.run(combine_and_back, rows, g), (out, grad))
+  case = case_of(wire, mesh=mesh, specials=tail == "zero", tail=tail)
+  tokens, rows, g = case.tokens(dtype), case.rows(dtype), case.tokens(dtype)
+  rest = case.weights(), rows, case.row_weights()
+  want = expected(case, ops_and_back, tokens, *rest, g)
+  sent = rounded(wire, tokens), *rest, rounded(wire, g)
+  sent = expected(case, ops_and_back, *sent)
+  want |= {name: sent[name] for name in ("dispatch", "combine_bwd")}
+  with ep.checked():  # rows that an op leaves unwritten are NaN
+    actual = case.run(ops_and_back, tokens, *rest, g, view=view)
+  if tail == "unspecified":
+    used = case.oracle.sizes().total_recv_tokens > np.arange(rows.shape[1])
+    of_ranks = np.asarray(actual["dispatch"][0])
+    assert_same(
+      case.put(np.where(used[..., None], of_ranks, 0)), want["dispatch"][0]
+    )
+  else:
+    assert_same(actual, want)
 
 
 def test_backward_of_weighted_combine():
@@ -91,18 +99,6 @@ def test_backward_of_weighted_combine():
   assert_alike(case.run(back, rows, weights, g), want)
 
 
-def test_backward_of_dispatch():
-  """The gradient of dispatch is exact, as if forward had not rounded."""
-  case = case_of("fp8_block128")
-  rows, row_weights = case.rows(), case.row_weights()
-  primals = case.tokens(), case.weights()
-
-  def back(ops, *arrays):
-    return ops.dispatch_bwd(arrays[:2], arrays[2:])
-
-  case.check(back, *primals, rows, row_weights)
-
-
 def test_tangents_are_sent_as_fp8_rows():
   case = case_of("mxfp8")
   tokens, weights = case.tokens(), case.weights()
@@ -114,20 +110,6 @@ def test_tangents_are_sent_as_fp8_rows():
   actual = case.run(tangent, tokens, weights, *tangents)
   tangents = rounded("mxfp8", tangents[0]), tangents[1]
   assert_same(actual, expected(case, dispatch, *tangents))
-
-
-def test_unspecified_tail():
-  """An unspecified tail does not change the expert segments."""
-  case = case_of("mxfp8", "skewed", tail="unspecified")
-
-  def segments(ops, tokens, weights):
-    used = jnp.arange(case.layer.capacity) < ops.sizes().total_recv_tokens
-    recv, recv_weights = ops.dispatch(tokens, weights)
-    return jnp.where(used[..., None], recv, 0), jnp.where(used, recv_weights, 0)
-
-  tokens, weights = case.tokens(), case.weights()
-  want = expected(case, dispatch, rounded("mxfp8", tokens), weights)
-  assert_same(case.run(segments, tokens, weights), want)
 
 
 def test_bytes_per_row():
@@ -158,21 +140,6 @@ def test_bytes_per_row():
       assert narrow[op] == count
 
 
-def test_vmap():
-  case = case_of("mxfp8")
-  tokens, weights = case.tokens(), case.weights()
-  batches = [(tokens + i, weights + i) for i in range(2)]
-  want = [expected(case, dispatch, rounded("mxfp8", x), w) for x, w in batches]
-
-  def examples(ops, *stacked):
-    fn = functools.partial(dispatch, ops)
-    return jax.vmap(fn, in_axes=-1, out_axes=-1)(*stacked)
-
-  stacked = [np.stack(x, -1) for x in zip(*batches, strict=True)]
-  actual = case.run(examples, *stacked, view=local_view)
-  assert_same(actual, jax.tree.map(lambda *x: np.stack(x, -1), *want))
-
-
 def bytes_by_op(hlo):
   """Returns the bytes of the rows that each op of a compiled program sends.
 
@@ -191,6 +158,71 @@ def bytes_by_op(hlo):
         size = math.prod(map(int, shape.split(",")))
         sent[op[1]] += size * int(bits) // 8
   return sent
+
+
+def scaled_inputs(case):
+  """Draws fp8 rows, weights and three scales per row."""
+  rng, weights = np.random.default_rng(1), case.weights()
+  lead = weights.shape[:-1]
+  rows = rng.integers(0, 256, (*lead, HIDDEN)).astype(np.uint8)
+  scales = rng.normal(size=(*lead, 3)).astype(np.float32)
+  return rows.view(jnp.float8_e4m3fn), weights, scales
+
+
+@pytest.mark.parametrize("view", [global_view, local_view])
+@pytest.mark.parametrize("mesh", ["dp2_ep2", "dp4_ep1"])
+def test_scales_on_meshes(mesh, view):
+  """Dropped rows have no scales."""
+  options = dict(alignment=1, overflow="drop", recv_capacity_per_rank=8)
+  case = case_of(None, "skewed", mesh=mesh, **options)
+
+  def moved(ops, *args):
+    return Moved(dispatch(ops, *args))
+
+  case.check(moved, *scaled_inputs(case), view=view)
+
+
+def test_scales_without_tokens():
+  """If no rank has tokens, all ranks receive only zeros."""
+  layer = case_of(None).layer
+  ids = np.zeros((0, layer.top_k), np.int32)
+  case = Case(layer, ids, lead=(0,), hidden=HIDDEN)
+  for part in case.run(dispatch, *scaled_inputs(case)):
+    assert_same(part, np.zeros(part.shape, part.dtype))
+
+
+def test_checked_mode_marks_the_tail_of_scales():
+  """All bits of unused rows are set, which is NaN in every float type."""
+  case = case_of(None, "skewed", tail="unspecified")
+  with ep.checked():
+    found = case.run(dispatch, *scaled_inputs(case))
+  used = case.oracle.sizes().total_recv_tokens
+  for part in found:
+    for shard in part.addressable_shards:
+      rank = shard.index[0].start or 0
+      tail = np.asarray(shard.data)[0][used[rank, 0] :]
+      assert len(tail) and np.isnan(tail.astype(np.float32)).all()
+
+
+def test_derivatives_beside_scales():
+  """Weights have the oracle's gradient; scales have a zero gradient."""
+  case = case_of(None)
+  rows, weights, scales = scaled_inputs(case)
+  g = case.row_weights()
+
+  def derivatives(ops, rows, weights, scales, g):
+    def of_floats(weights, scales):
+      return ops.dispatch(rows, weights, scales)[1]
+
+    tangents = 2 * weights, jnp.zeros_like(scales)
+    _, tangent = jax.jvp(of_floats, (weights, scales), tangents)
+    _, vjp = jax.vjp(of_floats, weights, scales)
+    return tangent, vjp(g)
+
+  _, tangent = expected(case, dispatch, rows, 2 * weights)
+  _, grad = case.oracle.dispatch_bwd((case.tokens(), weights), (case.rows(), g))
+  actual = case.run(derivatives, rows, weights, scales, g)
+  assert_same(actual, (tangent, (grad, np.zeros_like(scales))))
 
 
 def test_errors():

@@ -15,20 +15,23 @@ _ROOT = pathlib.Path(__file__).parents[2]
 # For each page: its headings, and the tests, as "folder/file: test, test".
 PROMISES = {
   "semantics": {
-    "The routing": "ops/prepare: counts_of_every_routing",
-    "Drops": "ops/overflow: policies, drops_without_weights",
-    "Dispatch and combine as matrices": "ops/reference: ops, prepare",
-    "Derivatives": "ops/derivatives: derivative, hessian",
-    "The numeric contract": "ops/combine: special_values;"
+    "The routing": "ops/rules: rule, draw",
+    "Drops": "ops/rules: rule, draw; ops/overflow: policies",
+    "Dispatch and combine as matrices": "ops/rules: rule, draw",
+    "Derivatives": "ops/rules: rule, draw;"
+    " ops/transformations: derivative, hessian",
+    "The numeric contract": "ops/rules: rule, draw;"
+    " ops/dispatch: special_values, bits_do_not_depend_on_the_number_of_ranks;"
     " ops/reference: a_sum_is_not_rounded_between_its_terms",
-    "fp8 rows": "ops/scales: dtypes_and_layers; ops/wire: dispatch",
+    "fp8 rows": "ops/rules: rule; ops/wire: rounded_rows",
     "Quantizers": "ops/quantizers: every_number_of_16_bits",
     "Sizes and defaults": "group/layers:"
     " the_default_capacity_is_the_worst_case",
-    "Two views": "ops/views: views_agree",
+    "Two views": "ops/rules: draw; ops/views: views_agree",
     "Under JAX's transformations": "ops/transformations:"
     " scan_over_layers_with_stacked_handles, each_example_has_its_gradients",
-    "A worked example": "ops/overflow: the_worked_example",
+    "A worked example": "repository/docs: the_worked_example;"
+    " ops/overflow: the_worked_example",
   },
   "errors": {
     "Errors by cause": "ops/errors: an_id_out_of_range,"
@@ -37,7 +40,7 @@ PROMISES = {
     "My job hangs": "watch/watch: a_process_that_is_elsewhere_is_named,"
     " a_stopped_process_is_named",
     "Read a missing rank": "group/ends: a_rank_dies",
-    "Checked mode": "ops/checked: a_combine_that_is_not_finite",
+    "Checked mode": "ops/errors: a_combine_that_is_not_finite",
     "Collectives of XLA": "group/ends:"
     " ranks_wait_in_a_psum_for_a_rank_that_failed",
     "Other backends": "moe/flagged: a_handle_carries_each_fault,"
@@ -55,8 +58,8 @@ PROMISES = {
     " leaving_a_groups_context_waits_for_programs_in_flight;"
     " group/lifetime: finalize_with_launches_in_flight",
     "Every rank runs every exchange": "group/mismatch: one_call_fewer",
-    "Rows past the last segment": "ops/dispatch:"
-    " segments_do_not_depend_on_the_tail",
+    "Rows past the last segment": "ops/rules: draw;"
+    " ops/errors: an_unspecified_tail_is_nan",
     "Same code, same order": "group/mismatch: another_number_of_compilations",
     "Rare": "",
     "One order of launches": "group/concurrency:"
@@ -68,7 +71,7 @@ PROMISES = {
     " a_model_axis_that_shards_tokens_by_default",
     "Copies and pickles": "group/bootstrap: copies,"
     " groups_layers_and_handles_refuse_pickle",
-    "Weights twice": "ops/combine: every_routing",
+    "Weights twice": "ops/rules: draw",
     "Coming from TransformerEngine": "group/bootstrap:"
     " an_alignment_of_zero_is_one",
     "Rematerialisation": "ops/transformations: checkpointed_layers;"
@@ -83,7 +86,7 @@ PROMISES = {
     "JAX's strict modes": "ops/modes: programs; moe/layer: strict_modes",
     "`psum_scatter` between processes on the CPU": "moe/fsdp:"
     " no_gradient_is_scattered, gradients_are_right_under_load",
-    "Interactive use": "ops/eager: a_second_call_compiles_nothing",
+    "Interactive use": "ops/arrays: a_second_call_compiles_nothing",
     "A loop around layers, with collectives beside it, on CPUs": "ops/hlo:"
     " a_loop_orders_only_collectives_that_need_its_results",
     "Hidden collectives": "ops/hlo: forward_and_backward,"

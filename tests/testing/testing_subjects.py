@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transports and the layer that kit_test tests with `ep.testing`."""
+"""Our ops, and contenders of the benchmarks, as subjects of `ep.testing`."""
 
-import functools
+import math
 
 import jax
 from jax.sharding import PartitionSpec
@@ -16,9 +16,18 @@ from ep.testing import Layer, Received, Tolerance, Transport
 TIMEOUT_S = 20.0
 DTYPES = ("float32", "bfloat16", "float16")
 INNER = 4  # Inner size of an expert.
+COUNTS = (
+  "token_counts",
+  "dropped_counts",
+  "total_recv_tokens",
+  "max_recv_tokens",
+)
+DERIVATIVES = dict(gradients=True, second_order=True, jvp=True)
 
 
-def _ep(setting, *, overflow="drop", **options):
+def _build(setting, transport, backend, leading_dims):
+  """Builds our ops as `transport` declares them."""
+  sizes = dict(max_tokens_per_rank=setting.tokens, hidden_dim=setting.hidden)
   group = ep.ep_bootstrap(
     setting.mesh,
     num_experts=setting.num_experts,
@@ -26,20 +35,49 @@ def _ep(setting, *, overflow="drop", **options):
     recv_capacity_per_rank=setting.capacity,
     alignment=setting.alignment,
     max_token_dtype=setting.dtype,
-    overflow=overflow,
+    overflow=transport.overflow,
+    drop_by=transport.drop_by,
     timeout_s=TIMEOUT_S,
-    **options,
+    backend=backend,
+    **sizes if backend == "nccl" else {},
   )
-  layer = ep.EpLayerConfig(group)
+  layer = ep.EpLayerConfig(group, tail=transport.tail)
+  is_global = transport.view == "global"
+  inner = math.gcd(setting.tokens, 12)  # the second of two leading dims
 
-  def dispatch(tokens, topk_idx, topk_weights, scales=None):
-    handle = ep.ep_prepare(layer, topk_idx)
-    rows, weights, *scales = ep.ep_dispatch(
-      handle, tokens, topk_weights, scales=scales
+  def led(x):
+    return x.reshape(-1, inner, x.shape[1]) if leading_dims else x
+
+  def flat(x):
+    return x.reshape(-1, *x.shape[2:]) if is_global else x
+
+  def dispatch(tokens, topk_idx, topk_weights, *scales):
+    tokens, ids, weights, *scales = map(
+      led, (tokens, topk_idx, topk_weights, *scales)
     )
-    return Received(rows, weights, handle.group_sizes, handle, *scales)
+    handle = ep.ep_prepare(layer, ids, weights)
+    received = ep.ep_dispatch(
+      handle, tokens, weights, scales=scales[0] if scales else None
+    )
+    rows, row_weights, *row_scales = map(flat, received)
+    counts = {name: flat(getattr(handle, name)) for name in COUNTS}
+    return Received(
+      rows,
+      row_weights,
+      flat(handle.group_sizes),
+      handle,
+      row_scales[0] if row_scales else None,
+      counts | dict(kept=handle.kept.reshape(topk_idx.shape)),
+    )
 
-  return dispatch, lambda rows, handle: ep.ep_combine(handle, rows)
+  def combine(rows, handle, *weights):
+    if is_global:
+      shape = setting.ep_size, setting.capacity
+      rows = rows.reshape(*shape, setting.hidden)
+      weights = [x.reshape(shape) for x in weights]
+    return ep.ep_combine(handle, rows, *weights).reshape(-1, setting.hidden)
+
+  return dispatch, combine
 
 
 def _has_aligned_slabs(setting):
@@ -47,64 +85,63 @@ def _has_aligned_slabs(setting):
   return setting.capacity >= setting.alignment * setting.num_local_experts
 
 
-DERIVATIVES = dict(gradients=True, second_order=True, jvp=True)
-
-HOST = Transport(
-  name="ep, backend host",
-  location="testing_subjects:HOST",
-  build=functools.partial(_ep, backend="host"),
-  supports=_has_aligned_slabs,
-  dtypes=DTYPES,
-  **DERIVATIVES,
-  reports_death=True,
-  reports_disagreement=True,
-  tail="zero",
-  alignments=(1, 4, 16),
-  overflow="drop",
-  special_values=True,
-  scales=True,
-)
-
-# XLA's collectives guarantee no error if a process dies or disagrees.
-XLA = Transport(
-  name="ep, backend xla",
-  build=functools.partial(_ep, backend="xla", overflow="error"),
-  supports=_has_aligned_slabs,
-  dtypes=("float32", "bfloat16"),
-  **DERIVATIVES,
-  tail="zero",
-  alignments=(16,),
-  overflow="error",
-  special_values=True,
-)
-
-
-def _nccl(setting):
-  """Builds the ops with the buffer sizes that nccl needs."""
-  sizes = dict(max_tokens_per_rank=setting.tokens, hidden_dim=setting.hidden)
-  return _ep(setting, backend="nccl", **sizes)
-
-
-# nccl reports an overflow and disagreeing ranks in a later op. `supports` has
-# the limits of docs/gpu.md that a drawn size may exceed.
-NCCL = Transport(
-  name="ep, backend nccl",
-  supports=lambda setting: (
+def _fits_nccl(setting):
+  """Returns whether the drawn sizes are within the limits of docs/gpu.md."""
+  return (
     _has_aligned_slabs(setting)
     and setting.hidden % 8 == 0
     and setting.num_experts % 4 == 0
     and setting.tokens <= 8192
     and setting.capacity >= -(-setting.tokens // 4) * 4
+  )
+
+
+# What backends declare otherwise than "host". XLA's collectives guarantee no
+# error if a process dies or disagrees, and nccl reports an overflow and
+# disagreeing ranks in a later op.
+_DECLARED = {
+  "host": {},
+  "xla": {},
+  "nccl": dict(
+    supports=_fits_nccl, tolerance=Tolerance(1), special_values=False
   ),
-  build=_nccl,
-  dtypes=DTYPES,
-  tolerance=Tolerance(1),
-  **DERIVATIVES,
-  tail="zero",
-  alignments=(1, 4, 16),
-  overflow="drop",
-  scales=True,
+}
+
+
+def ours(backend, *, leading_dims=False, **declared):
+  """Returns our ops on a backend, with any properties of a `Transport`."""
+  properties = dict(
+    name=f"ep, backend {backend}",
+    supports=_has_aligned_slabs,
+    dtypes=DTYPES,
+    **DERIVATIVES,
+    tail="zero",
+    alignments=(1, 4, 16),
+    overflow="drop",
+    special_values=True,
+    scales=True,
+  )
+  properties |= _DECLARED[backend] | declared
+  transport = Transport(
+    build=lambda setting: _build(setting, transport, backend, leading_dims),
+    **properties,
+  )
+  return transport
+
+
+HOST = ours(
+  "host",
+  location="testing_subjects:HOST",
+  reports_death=True,
+  reports_disagreement=True,
 )
+XLA = ours(
+  "xla",
+  dtypes=("float32", "bfloat16"),
+  alignments=(1, 16),
+  overflow="error",
+)
+NCCL = ours("nccl")
 
 
 def _layout(setting):
@@ -193,18 +230,3 @@ ONE_HOT = Layer(
   dtypes=("float32", "bfloat16"),
   **DERIVATIVES,
 )
-
-# The rules for the contenders of the benchmarks.
-_OF_BENCHMARKS = "sizes rows weights tail output gradients jvp second_order"
-_BENCHMARKS = {x: _OF_BENCHMARKS.split() for x in (PADDED, ONE_HOT)}
-# scales_test tests scales of each dtype on the xla backend.
-_OF_XLA = (
-  f"{_OF_BENCHMARKS} padding special_values unread repeatable overflow soak"
-)
-
-# The transports and layers of each platform, and their rules. The rules None
-# stand for all rules.
-SUBJECTS = {
-  "cpu": {HOST: None, XLA: _OF_XLA.split()} | _BENCHMARKS,
-  "gpu": {NCCL: None} | _BENCHMARKS,
-}
