@@ -2,8 +2,8 @@
 """JAX's transformations work on functions that exchange tokens.
 
 See handle_test for handles in loops, checkpoints and branches, concurrency_test
-for loops of unknown length, and views_test for the views. One rank has no tokens
-to send, except in the tests of derivatives.
+for loops of unknown length, and views_test for the views. One rank has no
+tokens to send, except in the tests of derivatives.
 """
 
 import jax
