@@ -95,7 +95,7 @@ all_tests() {
   ! grep -vq ' 0$' "$LOGS/tests/summary.txt"
 }
 
-OPS="tests/ops/dispatch_test.py tests/ops/rules_test.py"
+OPS="tests/ops/dispatch_test.py tests/ops/transformations_test.py"
 # XLA could not merge buffers of 25 and 32 GiB that it allocates apart.
 MATMULS="env XLA_PYTHON_CLIENT_PREALLOCATE=true
   $PYTHON benchmarks/grouped_matmul.py --rounds=10"

@@ -420,7 +420,7 @@ def _checked(
 ) -> Received:
   """Checks the fields of the result of a dispatch, and returns it.
 
-  The arrays are those of `ranks` ranks.
+  The arrays belong to `ranks` ranks.
   """
   if not isinstance(received, Received):
     raise AssertionError(
