@@ -71,29 +71,28 @@ def _runnable(code: str) -> str:
 
 # Defines names that pages in _FRAGMENTS use: a group, a layer, a training step.
 _GIVEN = """
-import copy, functools, pickle
+import functools
 import jax
 from jax import export, lax, numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 import ep
 
 mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
-specs = dict(in_specs=P(("dp", "ep")), out_specs=P(("dp", "ep")))
 sizes = dict(num_experts=8, top_k=2)
 model = dict(hidden=32, inner=32, **sizes)
-top_k, cfg = 2, ep.MoEConfig(**model)
+cfg = ep.MoEConfig(**model)
 group = ep.ep_bootstrap(mesh, **sizes)
 layer = ep.EpLayerConfig(group)
 x = tokens = grad_out = state = jax.random.normal(jax.random.key(0), (64, 32))
 args, data, xs = (x, x), [x], x.reshape(4, 16, 32)
 logits = jax.random.normal(jax.random.key(1), (64, 8))
-topk_idx, topk_weights = ep.route_topk(logits, top_k)
+topk_idx, topk_weights = ep.route_topk(logits, 2)
 handle = ep.ep_prepare(layer, topk_idx)
 rows, row_weights = ep.ep_dispatch(handle, x, topk_weights)
 params = ep.moe.init(jax.random.key(2), cfg)
 matrices = dict(w_up=jnp.ones((8, 32, 16)), w_down=jnp.ones((8, 16, 32)))
 w, w_up = row_weights, matrices["w_up"][:4]  # a rank's
-f = eval_step = lambda x: x
+eval_step = lambda x: x
 grouped_matmul = jax.vmap(ep.grouped_matmul, (0, None, 0))  # over ranks
 block = lambda x: ep.moe_layer(layer, x, topk_idx, topk_weights, **matrices)
 step = jax.jit(lambda state, batch: state + block(batch))

@@ -35,7 +35,9 @@ PROMISES = {
   },
   "errors": {
     "Errors by cause": "ops/errors: an_id_out_of_range,"
-    " a_handle_that_was_not_prepared; group/mismatch: other_layers;"
+    " a_handle_that_was_not_prepared; ops/arrays:"
+    " a_mesh_that_is_not_the_groups; group/bootstrap:"
+    " groups_layers_and_handles_refuse_pickle; group/mismatch: other_layers;"
     " group/ends: two_jobs_do_not_mix; refusals: refuses",
     "My job hangs": "watch/watch: a_process_that_is_elsewhere_is_named,"
     " a_stopped_process_is_named",
@@ -64,29 +66,22 @@ PROMISES = {
     "Rare": "",
     "One order of launches": "group/concurrency:"
     " a_thread_goes_on_after_another",
-    "All mesh axes manual": "ops/arrays: a_mesh_that_is_not_the_groups",
     "The mesh of the group, device by device": "group/mesh:"
     " other_orders_of_the_devices_are_refused",
     "Axes that shard a model": "group/bootstrap:"
     " a_model_axis_that_shards_tokens_by_default",
-    "Copies and pickles": "group/bootstrap: copies,"
-    " groups_layers_and_handles_refuse_pickle",
     "Weights twice": "ops/rules: draw",
     "Coming from TransformerEngine": "group/bootstrap:"
     " an_alignment_of_zero_is_one",
     "Rematerialisation": "ops/transformations: checkpointed_layers;"
     " moe/programs: experts_are_chosen_once",
     "Export": "ops/transformations: exported, export_needs_disabled_checks",
-    "Batches that do not divide over the ranks": "moe/experts:"
-    " any_batch_is_padded_when_asked",
-    "One dtype": "moe/layer: bfloat16, refused",
     "`vmap`": "moe/layer: vmap_of_any_number_of_examples",
     "The same bits everywhere": "moe/bits:"
     " training_has_the_same_bits_on_meshes_and_in_views",
     "JAX's strict modes": "ops/modes: programs; moe/layer: strict_modes",
     "`psum_scatter` between processes on the CPU": "moe/fsdp:"
     " no_gradient_is_scattered, gradients_are_right_under_load",
-    "Interactive use": "ops/arrays: a_second_call_compiles_nothing",
     "A loop around layers, with collectives beside it, on CPUs": "ops/hlo:"
     " a_loop_orders_only_collectives_that_need_its_results",
     "Hidden collectives": "ops/hlo: forward_and_backward,"
