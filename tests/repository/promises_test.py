@@ -29,14 +29,16 @@ PROMISES = {
     " the_default_capacity_is_the_worst_case",
     "Two views": "ops/rules: draw; ops/views: views_agree",
     "Under JAX's transformations": "ops/transformations:"
-    " scan_over_layers_with_stacked_handles, each_example_has_its_gradients",
+    " scan_over_layers_with_stacked_handles, each_example_has_its_gradients;"
+    " ops/modes: programs; moe/layer: strict_modes",
     "A worked example": "repository/docs: the_worked_example;"
     " ops/overflow: the_worked_example",
   },
   "errors": {
     "Errors by cause": "ops/errors: an_id_out_of_range,"
     " a_handle_that_was_not_prepared; ops/arrays:"
-    " a_mesh_that_is_not_the_groups; group/bootstrap:"
+    " a_mesh_that_is_not_the_groups; group/mesh:"
+    " other_orders_of_the_devices_are_refused; group/bootstrap:"
     " groups_layers_and_handles_refuse_pickle; group/mismatch: other_layers;"
     " group/ends: two_jobs_do_not_mix; refusals: refuses",
     "My job hangs": "watch/watch: a_process_that_is_elsewhere_is_named,"
@@ -66,8 +68,6 @@ PROMISES = {
     "Rare": "",
     "One order of launches": "group/concurrency:"
     " a_thread_goes_on_after_another",
-    "The mesh of the group, device by device": "group/mesh:"
-    " other_orders_of_the_devices_are_refused",
     "Axes that shard a model": "group/bootstrap:"
     " a_model_axis_that_shards_tokens_by_default",
     "Weights twice": "ops/rules: draw",
@@ -79,7 +79,6 @@ PROMISES = {
     "`vmap`": "moe/layer: vmap_of_any_number_of_examples",
     "The same bits everywhere": "moe/bits:"
     " training_has_the_same_bits_on_meshes_and_in_views",
-    "JAX's strict modes": "ops/modes: programs; moe/layer: strict_modes",
     "`psum_scatter` between processes on the CPU": "moe/fsdp:"
     " no_gradient_is_scattered, gradients_are_right_under_load",
     "A loop around layers, with collectives beside it, on CPUs": "ops/hlo:"
