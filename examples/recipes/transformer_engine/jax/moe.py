@@ -103,7 +103,7 @@ def moe(
   The totals [R, 1] are the padded rows that each rank needs. As in
   TransformerEngine, logits have the dtype of `x`; groups compete by logits if
   the weights are a softmax of the chosen logits; and early weights do not
-  multiply `wo_bias`. The last four `..._axes` are hints for sharding: no effect.
+  multiply `wo_bias`. The last four `..._axes` are hints, without effect.
   """
   group, k = bootstrapped(), num_experts_per_tok
   shape = group.mesh.shape
