@@ -13,14 +13,21 @@ TransformerEngine's arguments, results and rounding. Rows are not quantized.
 
 import importlib.machinery
 import importlib.util
-import pathlib
+import os
 import sys
 
-_here = pathlib.Path(__file__).resolve().parents[1]
-_path = [p for p in sys.path if pathlib.Path(p).resolve() != _here]
-_installed = importlib.machinery.PathFinder.find_spec(
-  "transformer_engine", _path
-)
-if _installed and __name__ == "transformer_engine":
-  sys.modules[__name__] = importlib.util.module_from_spec(_installed)
-  _installed.loader.exec_module(sys.modules[__name__])
+
+def _installed():
+  """Returns the spec of TransformerEngine, or None."""
+  for folder in sys.path:
+    spec = importlib.machinery.PathFinder.find_spec(
+      "transformer_engine", [folder]
+    )
+    if spec and spec.origin and not os.path.samefile(spec.origin, __file__):
+      return spec
+  return None
+
+
+if __name__ == "transformer_engine" and (_spec := _installed()):
+  sys.modules[__name__] = importlib.util.module_from_spec(_spec)
+  _spec.loader.exec_module(sys.modules[__name__])

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism: `ep_bootstrap`, then an exchange in each step.
-
-Arrays are those of all ranks, or inside `jax.shard_map` those of one rank.
-"""
+"""Expert parallelism, with the arrays of all ranks or inside `shard_map`."""
 
 import dataclasses
 
@@ -86,10 +83,7 @@ def bootstrapped() -> ep.EpGroup:
 
 
 def ep_prepare(cfg, topk_idx):
-  """Returns the rows of each expert, the total, and an `ep.EpHandle`.
-
-  Both count padding. The total also counts dropped rows.
-  """
+  """Returns each expert's padded rows, their total, and an `ep.EpHandle`."""
   alignment = cfg.dispatch_output_per_expert_alignment
   layer = ep.EpLayerConfig(bootstrapped(), cfg.top_k, alignment)
   handle = ep.ep_prepare(layer, topk_idx)
@@ -115,10 +109,7 @@ def ep_dispatch(cfg, topk_idx, tokens, topk_weights, recv_capacity_per_rank):
 def ep_combine(
   cfg, handle_mem, token_counts, expert_out, num_local_tokens, out_sharding=None
 ):
-  """Returns the sum of each token's rows [R, C, H], which have their weights.
-
-  `num_local_tokens` is the leading shape of the tokens.
-  """
+  """Returns the sum of each token's rows [R, C, H], which have weights."""
   y = ep.ep_combine(handle_mem, expert_out)
   if y.shape[:-1] != tuple(np.atleast_1d(num_local_tokens)):
     raise ValueError(

@@ -91,16 +91,19 @@ def moe(
   quantizer_sets=None,
   ep_axis,
   data_parallelism_axes=(),
+  input_axes=(),
+  gate_kernel_axes=(),
+  wi_kernel_axes=(),
+  wo_kernel_axes=(),
   dtype=jnp.float32,
   recv_capacity_per_rank=None,
-  **logical_axes,
 ):
   """Returns the output [B, S, H], the balancing loss or None, and the totals.
 
   The totals [R, 1] are the padded rows that each rank needs. As in
   TransformerEngine, logits have the dtype of `x`; groups compete by logits if
   the weights are a softmax of the chosen logits; and early weights do not
-  multiply `wo_bias`. The logical axes have no effect: ep places the arrays.
+  multiply `wo_bias`. The last four `..._axes` are hints, without effect.
   """
   group, k = bootstrapped(), num_experts_per_tok
   shape = group.mesh.shape
