@@ -33,6 +33,19 @@ _LINE = 1000  # characters of a line that are printed
 # log line of C++ code that aborts.
 _FRAME = re.compile(r'  File ".*", line \d+(, in |$)')
 _FATAL = re.compile(r"F\d{4} \d\d:\d\d:\d\d")
+_PF_EXITING = 4  # a flag of /proc/<pid>/stat; see the kernel's sched.h
+
+
+def _is_exiting(pid: int) -> bool:
+  """Returns whether the kernel is ending a process, if the system tells it.
+
+  The kernel closes the sockets of a process afterwards, so other ranks can
+  notice the end before a parent can wait for the process.
+  """
+  with contextlib.suppress(OSError, IndexError):
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    return bool(int(stat.rpartition(")")[2].split()[6]) & _PF_EXITING)
+  return False
 
 
 class Process:
@@ -69,7 +82,8 @@ class Process:
     """
     now = time.monotonic()
     if self.code is None and self._process.poll() is None:
-      self._ran_at = now
+      if not _is_exiting(self._process.pid):
+        self._ran_at = now
     elif self.code is None:
       self.code = self._process.returncode
       # A killed rank gets an earlier time than ranks that fail because it died.
