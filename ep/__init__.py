@@ -58,10 +58,10 @@ from ep._src.base.contexts import checked as checked
 from ep._src.base.errors import EpError as EpError
 from ep._src.base.group import EpGroup as EpGroup
 from ep._src.base.layer import EpLayerConfig as EpLayerConfig
-from ep._src.base.ordered_sum import ordered_psum as ordered_psum
 from ep._src.group.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.group.bootstrap import ep_finalize as ep_finalize
 from ep._src.group.bootstrap import ep_resize as ep_resize
+from ep._src.lax.ordered_sum import ordered_psum as ordered_psum
 from ep._src.matmul.grouped_matmul import grouped_matmul as grouped_matmul
 from ep._src.moe.config import MoEConfig as MoEConfig
 from ep._src.moe.layer import MoE as MoE

@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 from jax.typing import DTypeLike
 
-from ep._src.base import arguments, arrays, quantizers
+from ep._src.base import arguments, arrays
 from ep._src.base.group import (
   DROP_BY,
   EpGroup,
@@ -25,7 +25,7 @@ from ep._src.matmul import implementations
 from ep._src.matmul.implementations import Implementation
 from ep._src.moe import router
 from ep._src.moe.experts import Activation, Experts, Weigh
-from ep._src.ops import row_map
+from ep._src.ops import quantizers, row_map
 
 _POSITIVE = arguments.at_least(1)
 _CHECKS: dict[str, arguments.Check] = {

@@ -15,8 +15,9 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from ep._src.base import arguments, arrays, errors, ordered_sum
+from ep._src.base import arguments, arrays, errors
 from ep._src.base.group import Sizes
+from ep._src.lax import ordered_sum
 from ep._src.moe import router
 from ep._src.moe.config import MoEConfig
 from ep._src.ops.handle import Routing

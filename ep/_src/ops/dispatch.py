@@ -9,10 +9,10 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import arrays, compat, quantizers
+from ep._src.base import arrays, compat
 from ep._src.base.compat import ad
 from ep._src.base.group import Sizes
-from ep._src.ops import fp8_transport, primitives
+from ep._src.ops import fp8_transport, primitives, quantizers
 from ep._src.ops.handle import EpHandle, opened
 from ep._src.ops.views import mapped, RANK, TOKENS
 

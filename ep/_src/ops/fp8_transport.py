@@ -10,8 +10,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import compat, quantizers
+from ep._src.base import compat
 from ep._src.base.group import Sizes
+from ep._src.ops import quantizers
 from ep._src.ops.row_map import map_used_rows
 
 

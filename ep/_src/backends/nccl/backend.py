@@ -160,19 +160,26 @@ class NcclBackend(Backend):
       stack.pop_all()
     capacity = _capacity(group)
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
-    members = [d.process_index for d in domains[domain]]
-    lookouts = [
-      Lookout(
-        group.name,
-        domain,
-        rank,
-        members,
-        group.timeout_s,
-        functools.partial(ffi.nccl_place, group.name, i),
-      )
-      for i, rank in enumerate(ranks)
-    ]
+    lookouts = _lookouts(group, domain, [*ranks], domains[domain])
     return NcclConnection(group, _communicator() == "xla", lookouts)
+
+
+def _lookouts(
+  group: EpGroup, domain: int, ranks: list[int], devices: np.ndarray
+) -> list[Lookout]:
+  """Returns a lookout for each rank of this process in a domain of devices."""
+  members = [d.process_index for d in devices]
+  return [
+    Lookout(
+      group.name,
+      domain,
+      rank,
+      members,
+      group.timeout_s,
+      functools.partial(ffi.nccl_place, group.name, i),
+    )
+    for i, rank in enumerate(ranks)
+  ]
 
 
 class NcclConnection(connection.NativeConnection):
