@@ -137,9 +137,10 @@ class RankFunction:
   ) -> Any:
     """Runs the function in a view and returns its result.
 
-    Inside of a jitted program, JAX traces the function into that program.
-    Outside, the function is a jitted program, which the group's connection
-    caches: of the calls that differ only in `args`, the first compiles.
+    The calls that differ only in `args` share a jitted program, which the
+    group's connection caches. Outside of `jax.jit`, the first of them compiles.
+    Inside, the first of them is traced, and JAX inlines the program in each, so
+    that each op gets a unique position.
 
     Args:
       view: the view. Its `op` names the program.
@@ -152,14 +153,12 @@ class RankFunction:
     names = self.of_rank.__code__.co_varnames[len(static) :]
     check = _check_places if view.ranks else _check_copies
     check(view.group, view.op, names, args, self.inputs(*static))
-    connection = view.group.connection
+    name, connection = view.op.partition("(")[0], view.group.connection
     make: Callable[..., Any] = _program
-    if compat.in_a_program():
-      make = _mapped
-    elif keep:
+    if keep:
       make = functools.partial(connection.cached, _program)
-    name = view.op.partition("(")[0]
-    return make(self, name, connection, view.mesh, *static)(*args)
+    key = self, name, connection, view.mesh, compat.in_a_program()
+    return make(*key, *static)(*args)
 
 
 def mapped(
@@ -177,23 +176,19 @@ def mapped(
   return lambda of_rank: RankFunction(of_rank, *kinds, is_layer)
 
 
-def _program(*args: Any) -> Callable[..., Any]:
-  """Returns `_mapped` as a jitted program."""
-  return jax.jit(_mapped(*args))
-
-
-def _mapped(
+def _program(
   fn: RankFunction,
   name: str,
   connection: Connection,
   mesh: Mesh | None,
+  inline: bool,
   *static: Any,
 ) -> Callable[..., Any]:
-  """Returns a function of the arrays of a view; `mesh` is None if local."""
+  """Returns the program of `in_view`; `mesh` is None in a local view."""
   if mesh is None:
     local = functools.partial(fn.of_rank, *static)
     local.__name__ = name  # type: ignore[attr-defined]
-    return local
+    return jax.jit(local, inline=inline)
   inputs, outputs = tuple(fn.inputs(*static)), fn.outputs(*static)
   specs = _specs(connection.group, inputs)
 
@@ -209,7 +204,7 @@ def _mapped(
     out_specs=_specs(connection.group, outputs),
   )
   if AxisType.Explicit not in mesh.axis_types:
-    return of_arrays
+    return jax.jit(of_arrays, inline=inline)
 
   def place(kind: Any, spec: PartitionSpec, arrays: Any) -> Any:
     # ep.assert_no_hidden_collectives knows the collective by its name.
@@ -221,7 +216,7 @@ def _mapped(
     return of_arrays(*jax.tree.map(place, inputs, specs, args))
 
   of_any_arrays.__name__ = name
-  return of_any_arrays
+  return jax.jit(of_any_arrays, inline=inline)
 
 
 def _without_axis(kind: Any, arrays: Any) -> Any:
