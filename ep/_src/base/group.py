@@ -334,9 +334,13 @@ class Sizes:
 
   def worst_case(self) -> int:
     """Returns the least capacity for any routing of the tokens."""
-    rows = self.P * self.T * min(self.K, self.L)
-    rows += self.L * (self.alignment - 1)
-    return -(-rows // self.alignment) * self.alignment
+    return worst_case(self.P * self.T, self.K, self.L, self.alignment)
+
+
+def worst_case(num_tokens: int, K: int, L: int, alignment: int) -> int:
+  """Returns the least capacity for any routing of the tokens of all ranks."""
+  rows = num_tokens * min(K, L) + L * (alignment - 1)
+  return -(-rows // alignment) * alignment
 
 
 class Connection:
@@ -350,7 +354,7 @@ class Connection:
   A forked child can neither use nor close the connections of its parent.
 
   Attributes:
-    group: the group's configuration, with the backend's defaults resolved.
+    group: the description of the group, with the backend's defaults resolved.
     weighs: whether "ep_combine" multiplies rows by weights. If not, the caller
       multiplies the rows before, and the op has no weights.
     flags: whether `EpHandle.mem` ends with a fault; see errors.py.

@@ -18,6 +18,7 @@ from ep._src.base.group import (
   OVERFLOW,
   short_repr,
   Sizes,
+  worst_case,
 )
 
 # The formats of ops/quantizers.py, whose index is an attribute of native ops.
@@ -376,10 +377,8 @@ class EpLayerConfig(NotCopied):
 
   def worst_case(self, num_tokens: int) -> int:
     """Returns the least capacity for any routing of T = `num_tokens` tokens."""
-    local = self.num_local_experts
-    tokens = self.ep_size * num_tokens
-    rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
-    return -(-rows // self.alignment) * self.alignment
+    P, L = self.group.ep_size, self.group.num_local_experts
+    return worst_case(P * num_tokens, self.top_k, L, self.alignment)
 
 
 def check_layer(op: str, layer: EpLayerConfig) -> None:
