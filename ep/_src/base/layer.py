@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 from typing import Any, NoReturn
@@ -97,6 +96,9 @@ class EpLayerConfig(NotCopied):
   tail: str
   wire: str | None
   name: str
+  # A 63-bit hash of layer and group, equal on all processes.
+  fingerprint: int = dataclasses.field(init=False, compare=False)
+  _known: dict[Any, Sizes] = dataclasses.field(init=False, compare=False)
 
   def __init__(
     self,
@@ -135,6 +137,7 @@ class EpLayerConfig(NotCopied):
     arguments.resolve(what, self, _CHECKS)
     self._check_choices(what)
     self._set_capacity(what)
+    vars(self).update(fingerprint=self._hash(), _known={})
 
   def _check_choices(self, what: str) -> None:
     group = self.group
@@ -191,7 +194,7 @@ class EpLayerConfig(NotCopied):
     Raises:
       ValueError, TypeError: as `EpLayerConfig` does.
     """
-    values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    values = self._arguments()
     if self.recv_capacity_per_rank == self.default_capacity():
       del values["recv_capacity_per_rank"]
     return EpLayerConfig(**(values | changes))
@@ -323,16 +326,13 @@ class EpLayerConfig(NotCopied):
       " split the tokens into several ops.",
     )
 
-  @functools.cached_property
-  def _known(self) -> dict[Any, Sizes]:
-    """The results of `sizes`."""
-    return {}
+  def _arguments(self) -> dict[str, Any]:
+    """Returns the arguments that make an equal layer."""
+    fields = (f.name for f in dataclasses.fields(self) if f.init)
+    return {name: getattr(self, name) for name in fields}
 
-  @functools.cached_property
-  def fingerprint(self) -> int:
-    """A 63-bit hash of layer and group; equal on all processes."""
-    fields = (f.name for f in dataclasses.fields(self) if f.name != "group")
-    own = {f: str(getattr(self, f)) for f in fields}
+  def _hash(self) -> int:
+    own = {k: str(v) for k, v in self._arguments().items() if k != "group"}
     digest = hashlib.sha256(repr(self.group.texts() | own).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
