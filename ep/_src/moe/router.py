@@ -218,14 +218,7 @@ def route_topk(
     )
     check_bias(op, "selection_bias", selection_bias)
   rule = Rule(
-    top_k,
-    score,
-    normalize,
-    scale,
-    jitter,
-    num_groups,
-    top_groups,
-    group_best,
+    top_k, score, normalize, scale, jitter, num_groups, top_groups, group_best
   )
   rule.check(op, num_experts)
   rule.check_call(op, num_experts, key, forced_idx, captured_idx)
