@@ -56,13 +56,12 @@ from ep import presets as presets
 from ep import quant as quant
 from ep._src.base.contexts import checked as checked
 from ep._src.base.errors import EpError as EpError
-from ep._src.base.identities import keep_routing as keep_routing
-from ep._src.base.ordered_sum import ordered_psum as ordered_psum
+from ep._src.base.group import EpGroup as EpGroup
+from ep._src.base.layer import EpLayerConfig as EpLayerConfig
 from ep._src.group.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.group.bootstrap import ep_finalize as ep_finalize
 from ep._src.group.bootstrap import ep_resize as ep_resize
-from ep._src.group.group import EpGroup as EpGroup
-from ep._src.group.group import EpLayerConfig as EpLayerConfig
+from ep._src.lax.ordered_sum import ordered_psum as ordered_psum
 from ep._src.matmul.grouped_matmul import grouped_matmul as grouped_matmul
 from ep._src.moe.config import MoEConfig as MoEConfig
 from ep._src.moe.layer import MoE as MoE
@@ -80,6 +79,7 @@ from ep._src.ops.combine import ep_combine as ep_combine
 from ep._src.ops.dispatch import ep_dispatch as ep_dispatch
 from ep._src.ops.handle import EpHandle as EpHandle
 from ep._src.ops.prepare import ep_prepare as ep_prepare
+from ep._src.ops.prepare import keep_routing as keep_routing
 from ep._tools.check import check as check
 from ep._tools.collectives.hidden import (
   assert_no_hidden_collectives as assert_no_hidden_collectives,

@@ -2,7 +2,7 @@
 """Quantizes rows to fp8 or int8 with block scales, and dequantizes them."""
 
 from ep._src.base import public as _public
-from ep._src.base.quantizers import dequantize as dequantize
-from ep._src.base.quantizers import quantize as quantize
+from ep._src.ops.quantizers import dequantize as dequantize
+from ep._src.ops.quantizers import quantize as quantize
 
 __all__ = list(_public.names(globals()))

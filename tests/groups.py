@@ -107,7 +107,7 @@ def with_values(group, **changes):
   """Returns a copy of the group with other configuration values."""
   connection = copy.copy(group.connection)
   connection.group = dataclasses.replace(connection.group, **changes)
-  return ep.EpGroup(connection)
+  return connection.group.connected(connection)
 
 
 def ranks(layer):

@@ -28,9 +28,9 @@ class HostEngine(NcclConnection):
   def __init__(self, group):
     super().__init__(group, self.borrows, [])
 
-  def _lower_call(self, op, ctx, *operands, params):
+  def _call(self, op, ctx, *operands, sizes):
     if op != "ep_prepare":
       rows = ctx.avals_in[1]
       assert rows.shape[1] % (16 if rows.dtype == jnp.uint8 else 8) == 0
       assert op != "ep_combine" or len(operands) == 2
-    return super()._lower_call(op, ctx, *operands, params=params)
+    return super()._call(op, ctx, *operands, sizes=sizes)

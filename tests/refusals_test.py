@@ -267,6 +267,32 @@ TABLE = {
       (dict(tokens=zeros(N, H, dtype=np.float16)), F, "float32.*float16"),
       (dict(topk_idx=ids(8, K)), V, r"topk_idx.*\(8, 3\)"),
       (dict(topk_weights=zeros(8, K)), V, r"topk_weights.*\(8, 3\)"),
+      (dict(topk_idx=WEIGHTS), F, "moe_3.*topk_idx is float32.*int32"),
+      (
+        dict(topk_idx=ids(N, K + 1), topk_weights=zeros(N, K + 1)),
+        V,
+        r"topk_idx.*\(20, 4\).*top_k\] = .*3",
+      ),
+      (dict(topk_weights=IDS), F, "topk_weights is int32"),
+      (
+        dict(tokens=ids(N, H), w_up=ids(E, H, 2), w_down=ids(E, 2, H)),
+        F,
+        "moe_3.*tokens is int32.*float32",
+      ),
+      (
+        dict(layer=ep.EpLayerConfig(narrow())),
+        F,
+        "tokens is float32.*max_token_dtype is bfloat16",
+      ),
+      (
+        dict(
+          tokens=zeros(N, H + 1),
+          w_up=zeros(E, H + 1, 2),
+          w_down=zeros(E, 2, H + 1),
+        ),
+        V,
+        "tokens has hidden size 8.*hidden_dim = 7",
+      ),
       (dict(w_up=None), F, "moe_3.*w_up=..., w_down=..."),
       (dict(w_up=zeros(E, H + 1, 2)), V, r"w_up has shape \(8, 8, 2\)"),
       (dict(w_up=zeros(2, H, 2)), V, "each of all experts"),

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from ep._src.group.group import EpLayerConfig
+from ep._src.base.layer import EpLayerConfig
 from ep._src.ops.handle import check_handle, EpHandle
 
 _MAX_EXPERT_LINES = 64  # with more experts, the table shows only ranks

@@ -58,7 +58,9 @@ def initialize(*, exit_at_once: bool | None = None) -> None:
 
   if exit_at_once is None:
     exit_at_once = processes.VARIABLE in os.environ
-  arguments.flags("ep.launch.initialize", exit_at_once=exit_at_once)
+  exit_at_once = arguments.flag(
+    "ep.launch.initialize", "exit_at_once", exit_at_once
+  )
   if jax.distributed.is_initialized():
     return
   gpus.check_plugin()

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from ep._src.base.quantizers import ROW_DTYPES, SCALE_DTYPES
+from ep._src.ops.quantizers import ROW_DTYPES, SCALE_DTYPES
 from ep.testing import _ranks
 from ep.testing._compare import compare, Expected
 from ep.testing._declarations import (

@@ -15,8 +15,8 @@ from conftest import refused
 from ep._src.backends.nccl import backend as nccl_backend
 from ep._src.backends.nccl import installation
 from ep._src.backends.nccl.backend import NcclBackend
-from ep._src.base import backend
-from ep._src.base.config import GroupConfig
+from ep._src.base import group as groups
+from ep._src.base.group import EpGroup
 from ep._src.native import ffi, shipped_files
 from nccl_testing import gpu
 
@@ -98,7 +98,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
   monkeypatch.setenv("EP_NCCL_COMMUNICATOR", communicator)
   borrowed = []
   monkeypatch.setattr(nccl_backend, "_borrow", lambda *a: borrowed.append(a))
-  group = GroupConfig(
+  group = EpGroup(
     name="ep0",
     mesh=mesh([gpu(p) for p in range(4)], ep=2, dp=2),
     axis_name="ep",
@@ -152,7 +152,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
     monkeypatch.setattr(
       ffi, name, lambda *what, n=name: calls.append((n, what))
     )
-  monkeypatch.setattr(backend, "_open", {})
+  monkeypatch.setattr(groups, "_open", {})
   lookouts = []
   monkeypatch.setattr(
     nccl_backend, "Lookout", lambda *args: lookouts.append(args)

@@ -172,7 +172,7 @@ def test_names_of_groups():
       bootstrap(mesh, name="owner")
     # Another thread may have checked the name before this group took the name.
     with pytest.raises(ValueError, match='"owner" belongs to a live group'):
-      XlaConnection(group.config)
+      XlaConnection(group.connection.group)
     Case(ep.EpLayerConfig(group)).check_round_trip()
   ep.ep_finalize(group)  # Closing twice is no error.
 

@@ -69,7 +69,7 @@ def of_ops(options, backend=None):
     handle = ep.ep_prepare(layer, ids.astype(int), weights)
     tokens, *rows = arrays
     out = everything(Ops(handle), tokens, weights, *rows)
-    return handle.leaves, out
+    return jax.tree.leaves(handle), out
 
   return on_ranks(
     step,

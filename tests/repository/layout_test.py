@@ -14,8 +14,7 @@ import ep
 # lower layers, also inside functions.
 CORE = [
   {"moe"},
-  {"ops"},
-  {"group"},
+  {"group", "ops"},
   {"backends", "matmul"},
   {"lax", "native"},
   {"base"},

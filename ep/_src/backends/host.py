@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from ep._src.base import meshes, processes
-from ep._src.base.backend import Backend, CannotServe, Connection, Join
-from ep._src.base.config import GroupConfig
+from ep._src.base.backend import Backend, CannotServe, Join
+from ep._src.base.group import Connection, EpGroup
 from ep._src.base.meshes import Mesh
 from ep._src.native import ffi, sockets
 from ep._src.native.connection import mesh_of_devices, NativeConnection
@@ -34,7 +34,7 @@ class HostBackend(Backend):
     jax.local_devices(backend="cpu")
     return ffi.path_and_interface("host")
 
-  def connect(self, group: GroupConfig, join: Join) -> Connection:
+  def connect(self, group: EpGroup, join: Join) -> Connection:
     mesh = mesh_of_devices("host", group.mesh)
     listener: sockets.Listener
     with contextlib.ExitStack() as stack:

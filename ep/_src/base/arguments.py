@@ -10,6 +10,7 @@ This module does not import JAX, which would delay each launch by 1 s.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 import itertools
 import math
 import numbers
@@ -31,15 +32,51 @@ def check(condition: bool, what: str, message: str) -> None:
     raise ValueError(f"{what}: {message}")
 
 
-def check_choices(what: str, values: Any, **choices: Any) -> None:
-  """Raises `ValueError` unless each attribute has one of its `choices`."""
-  for field, allowed in choices.items():
-    value = getattr(values, field)
+# Returns the value of a field, or raises with a message that begins with the
+# function and names the field. The arguments are function, field and value.
+Check = Callable[[str, str, Any], Any]
+
+
+def resolve(what: str, holder: Any, checks: Mapping[str, Check]) -> None:
+  """Replaces each field of a frozen object by the result of its check."""
+  for field, check_field in checks.items():
+    value = check_field(what, field, getattr(holder, field))
+    object.__setattr__(holder, field, value)
+
+
+def optional(check_value: Check) -> Check:
+  """Returns a check that also accepts None."""
+
+  def check_optional(what: str, name: str, value: Any) -> Any:
+    return None if value is None else check_value(what, name, value)
+
+  return check_optional
+
+
+def one_of(*choices: str | None) -> Check:
+  """Returns a check of a value that has one of a few values."""
+
+  def check_choice(what: str, name: str, value: Any) -> Any:
     check(
-      isinstance(value, str | None) and value in allowed,
+      isinstance(value, str | None) and value in choices,
       what,
-      f"{field} = {value!r}, but it must be one of {allowed}.",
+      f"{name} = {value!r}, but it must be one of {choices}.",
     )
+    return value
+
+  return check_choice
+
+
+def at_least(least: int, words: str = "") -> Check:
+  """Returns a check of an integer; `words` say what it must be."""
+  words = words or f"at least {least}"
+
+  def check_integer(what: str, name: str, value: Any) -> int:
+    result = integer(what, name, value)
+    check(result >= least, what, f"{name} = {result}, but it must be {words}.")
+    return result
+
+  return check_integer
 
 
 def integer(what: str, name: str, value: Any) -> int:
@@ -82,25 +119,25 @@ def check_address(what: str, name: str, value: Any) -> None:
   )
 
 
-def alignment(what: str, value: Any) -> int:
+def alignment(what: str, name: str, value: Any) -> int:
   """Returns an alignment in rows; 0 means 1, as in TransformerEngine."""
-  rows = integer(what, "alignment", value)
+  rows = integer(what, name, value)
   check(
     rows >= 0,
     what,
-    f"alignment = {rows}, but it must be a number of rows; 1, like 0, aligns"
+    f"{name} = {rows}, but it must be a number of rows; 1, like 0, aligns"
     " nothing.",
   )
   return max(rows, 1)
 
 
-def capacity_factor(what: str, value: Any) -> float:
+def capacity_factor(what: str, name: str, value: Any) -> float:
   """Returns `value`, a capacity factor, as a positive and finite float."""
-  factor = number(what, "capacity_factor", value)
+  factor = number(what, name, value)
   check(
     factor > 0,
     what,
-    f"capacity_factor = {factor}, but it must be positive: 1.25 is a quarter"
+    f"{name} = {factor}, but it must be positive: 1.25 is a quarter"
     " more rows than an even load, None is enough for any routing.",
   )
   return factor
@@ -111,11 +148,6 @@ def flag(what: str, name: str, value: Any) -> bool:
   if not isinstance(value, bool | np.bool_):
     raise wrong_type(what, name, value, "True or False")
   return bool(value)
-
-
-def flags(what: str, **values: Any) -> None:
-  for name, value in values.items():
-    flag(what, name, value)
 
 
 def number(what: str, name: str, value: Any) -> float:
@@ -140,16 +172,16 @@ def _real(what: str, name: str, value: Any, expected: str) -> float:
     return math.inf if value > 0 else -math.inf
 
 
-def label(what: str, value: Any) -> str:
-  """Returns `value`, a printable name for messages, records and traces."""
-  name = string(what, "name", value)
+def label(what: str, name: str, value: Any) -> str:
+  """Returns `value`, a printable text for messages, records and traces."""
+  text = string(what, name, value)
   check(
-    name.isprintable(),
+    text.isprintable(),
     what,
-    f"name = {name!r}, but it must have no characters that cannot be printed:"
+    f"{name} = {text!r}, but it must have no characters that cannot be printed:"
     " messages and records would lose them.",
   )
-  return name
+  return text
 
 
 def string(what: str, name: str, value: Any) -> str:

@@ -102,8 +102,8 @@ def dtype(what: str, name: str, value: Any) -> np.dtype:
     raise arguments.wrong_type(what, name, value, "a dtype") from None
 
 
-def function(what: str, name: str, value: Any) -> None:
-  """Raises `TypeError` unless an argument is a hashable function."""
+def function(what: str, name: str, value: Any) -> Any:
+  """Returns a hashable function; raises `TypeError` for other values."""
   if not callable(value):
     expected = "a function of an array"
     if isinstance(value, str) and hasattr(jax.nn, value):
@@ -116,3 +116,4 @@ def function(what: str, name: str, value: Any) -> None:
       f"{what}: {name} is a {type(value).__name__} without a hash, but JAX"
       " caches programs by their functions; pass a function."
     ) from None
+  return value

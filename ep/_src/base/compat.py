@@ -43,11 +43,6 @@ from jaxlib.version import __version_info__ as _jaxlib_version
 LoweringContext = mlir.LoweringRuleContext
 
 
-def manual_axes() -> frozenset[str]:
-  """Returns the manual mesh axes of the enclosing `jax.shard_map`s."""
-  return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def context_mesh() -> jax.sharding.AbstractMesh | None:
   """Returns the mesh of `jax.set_mesh` or an enclosing `shard_map`, or None."""
   mesh = jax.sharding.get_abstract_mesh()
@@ -57,7 +52,7 @@ def context_mesh() -> jax.sharding.AbstractMesh | None:
 def is_on_one_device() -> bool:
   """Returns whether all axes are manual, so that arrays are on one device."""
   mesh = context_mesh()
-  return mesh is not None and manual_axes() == frozenset(mesh.axis_names)
+  return mesh is not None and {*mesh.manual_axes} == {*mesh.axis_names}
 
 
 def in_a_program() -> bool:
@@ -92,15 +87,6 @@ def concrete_context_mesh() -> jax.sharding.Mesh | None:
   return None if mesh.empty else mesh
 
 
-def varying_axes(x: jax.Array) -> frozenset[str]:
-  """Returns the mesh axes over which `x` varies in `shard_map`.
-
-  The set is empty with `check_vma=False`.
-  """
-  axes: frozenset[str] = jax.typeof(x).mat.varying
-  return axes
-
-
 def vary_together(*xs: Any, axes: Iterable[str] = ()) -> Any:
   """Casts all arrays to vary over the union of their mesh axes and `axes`.
 
@@ -108,12 +94,13 @@ def vary_together(*xs: Any, axes: Iterable[str] = ()) -> Any:
   of a loop before and after a step, must vary over the same mesh axes. The
   transpose of the cast is the sum over the added axes.
   """
-  if not checks_vma():
+  if not _config._check_vma.value:
     return xs
-  axes = frozenset(axes).union(*map(varying_axes, jax.tree.leaves(xs)))
+  leaves = jax.tree.leaves(xs)
+  axes = frozenset(axes).union(*(jax.typeof(x).mat.varying for x in leaves))
 
   def cast(x: jax.Array) -> jax.Array:
-    missing = tuple(sorted(axes - varying_axes(x)))
+    missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(cast, xs)
@@ -269,6 +256,15 @@ def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
   context: contextlib.AbstractContextManager[Any]
   context = mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
   return context
+
+
+def is_for_cpus(ctx: LoweringContext) -> bool | None:
+  """Returns whether JAX lowers the operation for CPUs; None if also for others.
+
+  A program that `jax.export` makes may be for several platforms.
+  """
+  platforms = {*(ctx.platforms or ctx.module_context.platforms)}
+  return platforms == {"cpu"} if len(platforms) == 1 else None
 
 
 def can_call_python(ctx: LoweringContext) -> bool:

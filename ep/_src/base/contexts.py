@@ -50,6 +50,7 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
 
 
 def is_checked() -> bool:
+  """Returns whether JAX traces in checked mode now."""
   return bool(_checked.value)
 
 
@@ -62,7 +63,7 @@ def tail(asked: str) -> str:
   """
   if asked == "zero" or jax.debug_nans.value or jax.debug_infs.value:
     return "zero"
-  return "nan" if is_checked() else asked
+  return "nan" if _checked.value else asked
 
 
 def failure_outside(fn: Callable[[], object]) -> str | None:

@@ -6,12 +6,9 @@ All processes compute the same results from the same mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import jax
-from jax import lax
-import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import arguments
@@ -62,18 +59,3 @@ def places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset[Any]]:
     device: frozenset(zip(mesh.axis_names, index, strict=True))
     for index, device in np.ndenumerate(mesh.devices)
   }
-
-
-def index(mesh: Mesh, axes: Iterable[str]) -> jax.Array:
-  """Returns this rank's row-major index over `axes`, inside a shard_map."""
-  at: jax.Array = jnp.int32(0)
-  for axis in axes:
-    if (size := mesh.shape[axis]) > 1:
-      at = at * size + lax.axis_index(axis)
-  return at
-
-
-def index_of_rank(mesh: Mesh, axis_name: str) -> jax.Array:
-  """Returns this rank's index in `domains(...).flat`, inside a shard_map."""
-  others = [axis for axis in mesh.axis_names if axis != axis_name]
-  return index(mesh, [*others, axis_name])

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates JAX primitives, and gives lowered programs unique names."""
+"""Creates JAX primitives."""
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Sequence
-import itertools
 from typing import Any
 
 import jax
@@ -92,24 +90,3 @@ def batch_elementwise(primitive: compat.Primitive) -> None:
     return primitive.bind(*args, **params), dims
 
   compat.batching.primitive_batchers[primitive] = batch
-
-
-class ProgramNames:
-  """Numbers the programs of a group in the order of their lowering.
-
-  The native engine matches ops of different ranks by XLA's fingerprint of their
-  program. Without a number in the program's text, two programs of equal
-  functions would have equal fingerprints. Thread-safe.
-  """
-
-  def __init__(self, group: str):
-    self._group = group
-    # Threads may lower programs concurrently; `next` of a count is atomic.
-    self._count: collections.defaultdict[str, itertools.count[int]]
-    self._count = collections.defaultdict(itertools.count)
-
-  def name(self, ctx: compat.LoweringContext) -> str:
-    """Returns the name of the program being lowered, like "jit_step#0"."""
-    return compat.module_note(
-      ctx, self._group, lambda module: f"{module}#{next(self._count[module])}"
-    )

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import jaxlib.version
 
-from ep._src.base import backend, compat, meshes
-from ep._src.base.config import GroupConfig
+from ep._src.base import compat, meshes
+from ep._src.base.group import check_free, EpGroup
 from ep._src.group import liveness
 from ep._src.group.meeting import digest, Meeting
 from ep._src.native import ffi
@@ -54,7 +54,7 @@ def _ending(members: Sequence[int]) -> str:
 
 
 def join(
-  group: GroupConfig,
+  group: EpGroup,
   introduce: Callable[[], dict[str, Any]],
   domain: int = 0,
   settings: Mapping[str, str] | None = None,
@@ -69,16 +69,14 @@ def join(
       on `settings`, if the name is taken, or if a process has died or is late.
   """
 
-  def propose() -> tuple[GroupConfig, dict[str, Any]]:
-    backend.check_free(group.name)
+  def propose() -> tuple[EpGroup, dict[str, Any]]:
+    check_free(group.name)
     return group, introduce()
 
   return _meet("ep_bootstrap", group, propose, domain, settings or {})[1]
 
 
-def agree(
-  what: str, group: GroupConfig, propose: Callable[[], GroupConfig]
-) -> GroupConfig:
+def agree(what: str, group: EpGroup, propose: Callable[[], EpGroup]) -> EpGroup:
   """Returns `propose()`, after all processes of `group` agreed on the result.
 
   Collective over the processes of `group`.
@@ -92,11 +90,11 @@ def agree(
 
 def _meet(
   what: str,
-  group: GroupConfig,
-  propose: Callable[[], tuple[GroupConfig, dict[str, Any]]],
+  group: EpGroup,
+  propose: Callable[[], tuple[EpGroup, dict[str, Any]]],
   domain: int,
   settings: Mapping[str, str],
-) -> tuple[GroupConfig, dict[int, dict[str, Any]]]:
+) -> tuple[EpGroup, dict[int, dict[str, Any]]]:
   """Returns the group that all processes propose, and `join`'s result.
 
   Collective over the processes of the mesh of `group`, with its `timeout_s`.

@@ -22,15 +22,17 @@ from jax.typing import DTypeLike
 from ep._src.backends.host import HostBackend
 from ep._src.backends.nccl.backend import NcclBackend
 from ep._src.backends.xla.backend import XlaBackend
-from ep._src.base import arguments, arrays, meshes
-from ep._src.base.backend import (
-  Backend,
-  CannotServe,
+from ep._src.base import arguments, meshes
+from ep._src.base.backend import Backend, CannotServe
+from ep._src.base.group import (
+  check_group,
+  EpGroup,
   open_connections,
+  token_dtype,
+  wait_for_programs,
 )
-from ep._src.base.config import GroupConfig, LayerConfig
+from ep._src.base.layer import EpLayerConfig
 from ep._src.group import agreement, ending
-from ep._src.group.group import check_group, EpGroup
 from ep._src.native.connection import close_released, released
 
 BACKENDS: dict[str, Backend] = {
@@ -65,20 +67,20 @@ def _close_all() -> None:
       stack.callback(close_released)
       if not hasattr(sys, "last_value"):  # there was no uncaught exception
         groups = [connection.group for connection in closing]
-        ending.wait_for_programs("ep", groups + released())
+        wait_for_programs("ep", groups + released())
   except Exception as e:
     print(f"At exit: {e}", file=sys.stderr)
     # Python ignores errors in exit handlers, and might exit with code 0.
     ending.exit_now(ending.exit_code())
 
 
-def _check(group: GroupConfig) -> Backend:
+def _check(group: EpGroup) -> Backend:
   """Returns a group's backend; raises if the backend cannot serve the group."""
   chosen = BACKENDS[group.backend]
   chosen.check_mesh(group.mesh, group.axis_name)
   try:
     # If top_k is None, check sizes for top_k = 1, which needs the fewest rows.
-    LayerConfig(group, top_k=1 if group.top_k is None else group.top_k)
+    EpLayerConfig(group, top_k=1 if group.top_k is None else group.top_k)
   except ValueError as e:
     raise ValueError(
       f"ep_bootstrap: a layer of only defaults fails: {e}"
@@ -86,14 +88,14 @@ def _check(group: GroupConfig) -> Backend:
   return chosen
 
 
-def _connect(group: GroupConfig) -> EpGroup:
+def _connect(group: EpGroup) -> EpGroup:
   connection = _check(group).connect(group, agreement.join)
-  connected = EpGroup(connection)
+  connected = connection.group.connected(connection)
   weakref.finalize(connected, connection.release).atexit = False
   return connected
 
 
-def _connect_by_platform(group: GroupConfig) -> EpGroup:
+def _connect_by_platform(group: EpGroup) -> EpGroup:
   """Connects a group with the platform's native backend, or else with "xla"."""
   if not meshes.has_devices(group.mesh):
     return _connect(group)
@@ -216,7 +218,7 @@ def ep_bootstrap(
   if data_axes is None:
     data_axes = tuple(a for a in mesh.axis_names if a != axis_name)
     _warn_of_model_axes(mesh, data_axes)
-  group = GroupConfig(
+  group = EpGroup(
     name="" if name is None else name,
     mesh=mesh,
     axis_name=axis_name,
@@ -227,7 +229,7 @@ def ep_bootstrap(
     top_k=top_k,
     recv_capacity_per_rank=recv_capacity_per_rank,
     alignment=alignment,
-    max_token_dtype=arrays.dtype(
+    max_token_dtype=token_dtype(
       "ep_bootstrap", "max_token_dtype", max_token_dtype
     ),
     overflow=overflow,
@@ -350,13 +352,13 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
   arguments.check_type("ep_resize", "group", group, EpGroup, cure)
   group.connection.check_open("ep_resize")
 
-  def propose() -> GroupConfig:
-    ending.wait_for_programs("ep_resize", [group.config])
+  def propose() -> EpGroup:
+    wait_for_programs("ep_resize", [group])
     changes: dict[str, Any] = {"recv_capacity_per_rank": None, **sizes}
-    new = dataclasses.replace(group.config, **changes)
+    new = dataclasses.replace(group.connection.group, **changes)
     _check(new).check_sizes(new)
     return new
 
-  new = agreement.agree("ep_resize", group.config, propose)
+  new = agreement.agree("ep_resize", group.connection.group, propose)
   ep_finalize(group)
   return _connect(new)

@@ -1,65 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for the programs of this process, and terminates the process."""
+"""Terminates this process, and tells the others why."""
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 import contextlib
 import os
 import sys
 import threading
-import time
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
-import numpy as np
 
-from ep._src.base import meshes, processes
-from ep._src.base.config import GroupConfig
+from ep._src.base import processes
 from ep._src.group import liveness
 
-_POLL_S = 0.005
 _LAST_WORDS_S = 5.0  # limit for requests of a process that fails
-
-
-def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
-  """Waits until all programs that this process has launched have finished.
-
-  A program may end with an error, and Python may have deleted its results. But
-  a device runs the programs of a thread in order, so this function launches one
-  more program, and waits for its result. For programs of other threads, the
-  function waits for live results. `groups` gives the platforms and the timeout.
-
-  Raises:
-    RuntimeError: a program has not ended within the largest `timeout_s`; the
-      message begins with `what`.
-  """
-  groups = [group for group in groups if meshes.has_devices(group.mesh)]
-  results: list[jax.Array] = []
-  firsts = (group.mesh.devices.flat[0] for group in groups)
-  # A topology that JAX only compiles for has no local device.
-  for platform in {d.platform for d in firsts if d.client.local_devices()}:
-    devices = np.array(jax.local_devices(backend=platform))
-    with jax.set_mesh(Mesh(devices, "device")):  # overrides the user's mesh
-      places = PartitionSpec("device")
-      last = jax.jit(jnp.zeros, static_argnums=0, out_shardings=places)
-      results += [last(devices.size), *jax.live_arrays(platform)]
-  timeout_s = max((group.timeout_s for group in groups), default=0.0)
-  deadline = time.monotonic() + timeout_s
-  while not all(
-    x.is_deleted() or x.is_ready()  # type: ignore[attr-defined]
-    for x in results
-  ):
-    if time.monotonic() > deadline:
-      raise RuntimeError(
-        f"{what}: programs that this process has launched did not end within"
-        f" timeout_s = {timeout_s} s; wait for their results before, with"
-        " jax.block_until_ready."
-      )
-    time.sleep(_POLL_S)
 
 
 def announce(*, exit_at_once: bool) -> None:

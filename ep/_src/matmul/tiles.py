@@ -36,8 +36,8 @@ import functools
 from jax import Array, lax
 import jax.numpy as jnp
 
-from ep._src.base import ordered_sum
 from ep._src.base.arrays import iota
+from ep._src.lax import ordered_sum
 from ep._src.matmul import unwritten_rows
 from ep._src.matmul.unwritten_rows import slice_rows, TAILS
 

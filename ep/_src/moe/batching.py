@@ -112,7 +112,7 @@ class Padding:
   def add(self, array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
     """Flattens [*lead, ...] to [tokens, ...]; appends tokens equal to `value`.
 
-    The result is replicated; `View.call` splits it over the ranks.
+    The result is replicated; `RankFunction` splits it over the ranks.
     """
     if self.count is None:
       return array
@@ -130,6 +130,42 @@ class Padding:
       return array
     array = _whole(array)[: math.prod(self.lead)]
     return array.reshape(*self.lead, *array.shape[1:])
+
+
+def padded(
+  view: views.View,
+  name: str,
+  fills: Sequence[jax.typing.ArrayLike],
+  run: Callable[..., tuple[jax.Array, Any]],
+) -> Callable[..., tuple[jax.Array, Any]]:
+  """Returns a function for `examples`, which calls `run` in a view.
+
+  Args:
+    view: the view of the layer.
+    name: the name of the first token array, for messages.
+    fills: for each token array, the value of its added tokens.
+    run: a function of the padded token arrays, `others`, the shape of one
+      rank's tokens and the `Padding`. It returns the tokens' outputs and a
+      summary.
+  """
+
+  def call(
+    tokens: Sequence[Any], others: Any, pad: bool
+  ) -> tuple[jax.Array, Any]:
+    lead, arrays = tokens[0].shape[:-1], tokens
+    padding = Padding.of(view, lead) if pad else Padding(lead)
+    if padding.count is not None:
+      arrays = [
+        x if x is None else padding.add(x, fill)
+        for x, fill in zip(tokens, fills, strict=True)
+      ]
+    token_shape = view.lead(name, arrays[0].shape)
+    outs, summary = run(arrays, others, token_shape, padding)
+    if padding.count is not None:
+      outs = padding.remove(outs)
+    return like(outs, tokens[0]), summary
+
+  return call
 
 
 def like(array: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -21,36 +21,36 @@ over other axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arguments, compat, identities
-from ep._src.group.group import EpLayerConfig
+from ep._src.base import arguments, compat, primitive
+from ep._src.base.group import Sizes
 from ep._src.moe.experts import Experts, round_trip, SharedExpert
-from ep._src.ops.handle import EpHandle
-from ep._src.ops.prepare import ep_prepare
+from ep._src.ops.handle import Routing
+from ep._src.ops.prepare import prepare
 
 
 def through_experts(
-  layer: EpLayerConfig,
+  sizes: Sizes,
   experts: Experts,
   params: Any,
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
-  *,
   shared: SharedExpert | None = None,
-  token_chunks: int = 1,
-) -> tuple[jax.Array, EpHandle]:
+) -> tuple[jax.Array, Routing]:
   """Sends tokens to their experts and sums the outputs. Local view.
 
   Args:
-    layer: the layer's configuration.
+    sizes: the sizes of an exchange. If the rank has more tokens than `sizes.T`,
+      they are sent in chunks.
     experts: the network of an expert.
     params: w_up, w_down and optional w_gate, b_up, b_gate, b_down of the rank's
       experts, or a pytree for the user's network.
@@ -58,42 +58,37 @@ def through_experts(
     topk_idx: int [..., K], the slots of the choices.
     topk_weights: float [..., K].
     shared: an expert of all tokens, whose output is added.
-    token_chunks: the number of chunks in every step, at most one per token.
 
   Returns:
-    The output [..., H], and the handle. With several `token_chunks`, the arrays
-    of the handle have a leading axis of chunks.
+    The output [..., H], and the routing. If every step runs chunks, the arrays
+    of the routing have a leading axis of chunks.
   """
-  num_tokens = math.prod(topk_idx.shape[:-1])
-  exchange = layer.replace(tail="unspecified")
-  if layer.overflow == "chunk":  # chunks run if this exchange drops
-    exchange = exchange.replace(overflow="drop", drop_by="slot")
   args = params, tokens, topk_idx, topk_weights
-  token_chunks = min(token_chunks, num_tokens)
-  if token_chunks > 1:
-    out, handle = _in_chunks(exchange, experts, token_chunks, *args)
+  if math.prod(topk_idx.shape[:-1]) > sizes.T:
+    out, routing = _in_chunks(sizes, experts, *args)
   else:
-    handle = ep_prepare(exchange, topk_idx, topk_weights)
     num_chunks = 1
-    if layer.overflow == "chunk":
-      num_chunks = _num_chunks(layer, experts, num_tokens)
+    if sizes.overflow == "chunk":  # chunks run if this exchange drops
+      num_chunks = _num_chunks(sizes, experts)
+      sizes = dataclasses.replace(sizes, overflow="drop")
+    routing = prepare.of_rank(sizes, topk_idx, topk_weights)
     if num_chunks == 1:
-      return round_trip(handle, experts, *args, shared), handle
-    out = _one_exchange_or_chunks(handle, experts, num_chunks, *args)
-  return out if shared is None else out + shared(tokens), handle
+      return round_trip(sizes, routing, experts, *args, shared), routing
+    out = _one_exchange_or_chunks(sizes, routing, experts, num_chunks, *args)
+  return out if shared is None else out + shared(tokens), routing
 
 
 def _in_chunks(
-  layer: EpLayerConfig,
+  sizes: Sizes,
   experts: Experts,
-  num_chunks: int,
   params: Any,
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
 ) -> tuple[jax.Array, Any]:
-  """Runs one chunk after another; returns the output and the handles."""
+  """Runs one chunk after another; returns the output and the routings."""
   lead = topk_idx.shape[:-1]
+  num_chunks = -(-math.prod(lead) // sizes.T)
 
   def split(x: jax.Array, fill: int = 0) -> jax.Array:
     """Pads and splits [*lead, n] to [num_chunks, tokens of a chunk, n]."""
@@ -107,13 +102,13 @@ def _in_chunks(
   # them (ep.assert_ordered_collectives). With overflow="drop", `ep_prepare` has
   # XLA collectives, so the scan is unrolled. The transpose of `vary_together`
   # is a psum, so `vary_together` is called outside of the loop.
-  _, handles = lax.scan(
-    lambda _, routing: (None, ep_prepare(layer, *routing)),
+  _, routings = lax.scan(
+    lambda _, choices: (None, prepare.of_rank(sizes, *choices)),
     None,
     (ids, split(topk_weights)),
-    unroll=layer.overflow == "drop",
+    unroll=sizes.overflow == "drop",
   )
-  args = compat.vary_together(params, tokens, topk_weights, handles)
+  args = compat.vary_together(params, tokens, topk_weights, routings)
 
   # Without this checkpoint, JAX would save the tokens twice: whole and split.
   @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -121,21 +116,21 @@ def _in_chunks(
     params: Any,
     tokens: jax.Array,
     topk_weights: jax.Array,
-    handles: Any,
+    routings: Any,
   ) -> Any:
     sums = jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
     @jax.checkpoint
-    def of_chunk(sums: Any, handle: EpHandle, *arrays: Any) -> jax.Array:
+    def of_chunk(sums: Any, routing: Routing, *arrays: Any) -> jax.Array:
       summed = jax.tree.map(_summed_as, params, sums)
-      return round_trip(handle, experts, summed, *arrays)
+      return round_trip(sizes, routing, experts, summed, *arrays)
 
     arrays = split(tokens), ids, split(topk_weights)
-    outs = lax.map(lambda chunk: of_chunk(sums, *chunk), (handles, *arrays))
+    outs = lax.map(lambda chunk: of_chunk(sums, *chunk), (routings, *arrays))
     rows = outs.reshape(-1, outs.shape[-1])[: math.prod(lead)]
     return rows.reshape(*lead, -1)
 
-  return run(*args), handles
+  return run(*args), routings
 
 
 @jax.custom_jvp
@@ -165,27 +160,26 @@ _FORWARD = (
 )
 
 
-def _num_chunks(layer: EpLayerConfig, experts: Experts, num_tokens: int) -> int:
+def _num_chunks(sizes: Sizes, experts: Experts) -> int:
   """Returns the number of chunks of a step that overflows; 1 if no step can.
 
   Raises:
     ValueError: a step may need several chunks, but not even one token fits, or
       the layer's experts do not support chunks.
   """
-  capacity, local = layer.capacity_for(num_tokens), layer.num_local_experts
   # `rows` >= 0, because C has at least `alignment` rows for each local expert.
-  rows = capacity - local * (layer.alignment - 1)
-  chunk_tokens = rows // (layer.ep_size * min(layer.top_k, local))
-  if num_tokens <= chunk_tokens:
+  rows = sizes.C - sizes.L * (sizes.alignment - 1)
+  chunk_tokens = rows // (sizes.P * min(sizes.K, sizes.L))
+  if chunk_tokens >= sizes.T:
     return 1
-  what = f'overflow="chunk" (layer "{layer.name}")'
+  what = f'overflow="chunk" (layer "{sizes.name}")'
   arguments.check(
     chunk_tokens > 0,
     what,
-    f"the capacity is {capacity} rows, but a chunk of one token of each rank"
-    f" may need {layer.config.worst_case(1)}; raise capacity_factor or"
-    " recv_capacity_per_rank to that at least, and the larger it is, the fewer"
-    " chunks.",
+    f"the capacity is {sizes.C} rows, but a chunk of one token of each rank"
+    f" may need {dataclasses.replace(sizes, T=1).worst_case()}; raise"
+    " capacity_factor or recv_capacity_per_rank to that at least, and the"
+    " larger it is, the fewer chunks.",
   )
   arguments.check(
     not experts.deterministic,
@@ -200,11 +194,12 @@ def _num_chunks(layer: EpLayerConfig, experts: Experts, num_tokens: int) -> int:
     "an activation closes over values that are traced, which get no gradient"
     f" here; give the layer {_ANY_ROUTING}.",
   )
-  return -(-num_tokens // chunk_tokens)
+  return -(-sizes.T // chunk_tokens)
 
 
 def _one_exchange_or_chunks(
-  handle: EpHandle,
+  sizes: Sizes,
+  routing: Routing,
   experts: Experts,
   num_chunks: int,
   params: Any,
@@ -214,31 +209,34 @@ def _one_exchange_or_chunks(
 ) -> jax.Array:
   """Returns the output of one exchange if its rows fit, otherwise of chunks."""
   # Each chunk gets the same capacity as the exchange of all tokens.
-  layer = handle.layer.replace(
-    recv_capacity_per_rank=handle.capacity, overflow="error", drop_by=None
+  of_chunk = dataclasses.replace(
+    sizes, T=-(-sizes.T // num_chunks), overflow="error"
   )
 
-  def whole(floats: Any, topk_idx: jax.Array, handle: EpHandle) -> jax.Array:
-    params, tokens, weights = floats
-    return round_trip(handle, experts, params, tokens, topk_idx, weights)
-
-  def chunks(floats: Any, topk_idx: jax.Array, handle: EpHandle) -> jax.Array:
-    del handle
+  def whole(floats: Any, topk_idx: jax.Array, routing: Routing) -> jax.Array:
     params, tokens, weights = floats
     args = params, tokens, topk_idx, weights
-    return _in_chunks(layer, experts, num_chunks, *args)[0]
+    return round_trip(sizes, routing, experts, *args)
+
+  def chunks(floats: Any, topk_idx: jax.Array, routing: Routing) -> jax.Array:
+    del routing
+    params, tokens, weights = floats
+    args = params, tokens, topk_idx, weights
+    return _in_chunks(of_chunk, experts, *args)[0]
 
   # The transpose of `vary_together` is a collective over mesh axes, so
   # `vary_together` is called outside of the branches.
-  floats, *routing = compat.vary_together(
-    (params, tokens, topk_weights), topk_idx, handle
+  floats, *others = compat.vary_together(
+    (params, tokens, topk_weights), topk_idx, routing
   )
-  floats = identities.reverse_mode_only(_FORWARD.format(layer.name), floats)
-  return _either(whole, chunks)(floats, *routing)
+  floats = _reverse_mode_only(_FORWARD.format(sizes.name), floats)
+  return _either(sizes.C, whole, chunks)(floats, *others)
 
 
 def _either(
-  whole: Callable[..., jax.Array], chunks: Callable[..., jax.Array]
+  capacity: int,
+  whole: Callable[..., jax.Array],
+  chunks: Callable[..., jax.Array],
 ) -> Callable[..., jax.Array]:
   """Returns a function that calls `whole` if all rows fit, and else `chunks`.
 
@@ -256,9 +254,9 @@ def _either(
   branches = _Derivative(whole), _Derivative(chunks)
 
   def either(
-    functions: Sequence[Callable[..., Any]], handle: EpHandle, *args: Any
+    functions: Sequence[Callable[..., Any]], routing: Routing, *args: Any
   ) -> Any:
-    fits = handle.max_recv_tokens[0] <= handle.capacity
+    fits = routing.max_recv_tokens[0] <= capacity
     return lax.cond(fits, *functions, *args)
 
   @jax.custom_vjp
@@ -317,3 +315,34 @@ class _Derivative:
     leaves = [next(others) if i is None else given[i] for i in self._places]
     (grads,) = jax.tree.unflatten(self._tree, leaves)(ct)
     return grads
+
+
+def _reverse_mode_only(message: str, arrays: Any) -> Any:
+  """Returns the arrays; their forward-mode derivatives raise `TypeError`.
+
+  Reverse mode linearizes a function and then transposes the linear function. So
+  a linear op that can be transposed, but not run, fails only in forward mode.
+  """
+  return jax.tree.map(functools.partial(_same, message), arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _same(message: str, x: jax.Array) -> jax.Array:
+  del message
+  return x
+
+
+@_same.defjvp
+def _same_jvp(message: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
+  (tangent,) = _tangent_p.bind(*tangents, message=message)
+  return *primals, tangent
+
+
+def _refuse(*_: Any, message: str) -> NoReturn:
+  raise TypeError(message)
+
+
+_tangent_p = primitive.new("ep_tangent", lambda x, message: [x], _refuse)
+_tangent_p.def_impl(_refuse)
+compat.ad.deflinear2(_tangent_p, lambda cts, *_, message: cts)
+primitive.batch_elementwise(_tangent_p)

@@ -4,26 +4,58 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from typing import Literal
 
 import jax
 from jax.typing import DTypeLike
 
-from ep._src.base import arguments, arrays, quantizers
-from ep._src.base.config import NotCopied, short_repr, token_dtype, WIRES
-from ep._src.group.group import EpGroup, EpLayerConfig
+from ep._src.base import arguments, arrays
+from ep._src.base.group import (
+  DROP_BY,
+  EpGroup,
+  NotCopied,
+  OVERFLOW,
+  short_repr,
+  token_dtype,
+)
+from ep._src.base.layer import EpLayerConfig, WIRES
 from ep._src.matmul import implementations
 from ep._src.matmul.implementations import Implementation
 from ep._src.moe import router
 from ep._src.moe.experts import Activation, Experts, Weigh
-from ep._src.ops import row_map
+from ep._src.ops import quantizers, row_map
 
-_POSITIVE = ("hidden", "inner", "num_experts", "top_k", "token_chunks")
-_FLAGS = (
-  *("gated", "biases", "router_bias", "normalize"),
-  *("overlap", "deterministic"),
-)
+_POSITIVE = arguments.at_least(1)
+_CHECKS: dict[str, arguments.Check] = {
+  "name": arguments.label,
+  "gated": arguments.flag,
+  "biases": arguments.flag,
+  "router_bias": arguments.flag,
+  "normalize": arguments.flag,
+  "overlap": arguments.flag,
+  "deterministic": arguments.flag,
+  "tp_axis": arguments.optional(arguments.string),
+  "fsdp_axis": arguments.optional(arguments.string),
+  "hidden": _POSITIVE,
+  "inner": _POSITIVE,
+  "num_experts": _POSITIVE,
+  "top_k": _POSITIVE,
+  "token_chunks": _POSITIVE,
+  "shared_inner": arguments.at_least(0),
+  "capacity_factor": arguments.optional(arguments.capacity_factor),
+  "scale": arguments.number,
+  "overflow": arguments.one_of(None, *OVERFLOW),
+  "drop_by": arguments.one_of(*DROP_BY),
+  "weigh": arguments.one_of(*typing.get_args(Weigh)),
+  "score": arguments.one_of(*typing.get_args(router.Score)),
+  "balance": arguments.one_of("batch", "sequence"),
+  "wire": arguments.one_of(*WIRES),
+  "dtype": arguments.optional(token_dtype),
+  "activation": arrays.function,
+  "up_activation": arguments.optional(arrays.function),
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -130,48 +162,34 @@ class MoEConfig(NotCopied):
   name: str = "moe"
 
   def __post_init__(self) -> None:
-    arguments.label("MoEConfig", self.name)
-    what = f'MoEConfig(name="{self.name}")'
-    for field in _FLAGS:
-      flag = arguments.flag(what, field, getattr(self, field))
-      object.__setattr__(self, field, flag)
-    for field in ("tp_axis", "fsdp_axis"):
-      if getattr(self, field) is not None:
-        arguments.string(what, field, getattr(self, field))
+    label = arguments.label("MoEConfig", "name", self.name)
+    what = f'MoEConfig(name="{label}")'
+    arguments.resolve(what, self, _CHECKS)
     arguments.check(
       self.tp_axis is None or self.tp_axis != self.fsdp_axis,
       what,
       f"tp_axis and fsdp_axis are both {self.tp_axis!r}, but they split"
       " different axes of a matrix; name two mesh axes.",
     )
-    for field in (*_POSITIVE, "shared_inner"):
-      value = arguments.integer(what, field, getattr(self, field))
-      object.__setattr__(self, field, value)
-      least = 1 if field in _POSITIVE else 0
-      arguments.check(
-        value >= least,
-        what,
-        f"{field} = {value}, but it must be at least {least}.",
-      )
     arguments.check(
       self.top_k <= self.num_experts,
       what,
       f"top_k = {self.top_k}, but it must be in 1..num_experts ="
       f" {self.num_experts}.",
     )
-    if self.capacity_factor is not None:
-      arguments.capacity_factor(what, self.capacity_factor)
-    arguments.number(what, "scale", self.scale)
-    router.check_choice(
+    self.rule.check(what, self.num_experts)
+    implementations.check(what, self.implementation)
+    self._check_deterministic(what)
+    if self.wire is not None:
+      quantizers.check_width(what, self.hidden, self.wire)
+    arguments.check(
+      self.gated or self.up_activation is None,
       what,
-      self.num_experts,
-      self.top_k,
-      self.num_groups,
-      self.top_groups,
-      self.group_best,
-      self.jitter,
+      "up_activation is given, but gated = False; without gates, `activation`"
+      " is applied to x @ w_up.",
     )
-    arguments.check_choices(what, self, **_CHOICES)
+
+  def _check_deterministic(self, what: str) -> None:
     arguments.check(
       self.token_chunks == 1 or not self.deterministic,
       what,
@@ -179,27 +197,12 @@ class MoEConfig(NotCopied):
       " the same bits for every split of the ranks into mesh axes, on which a"
       " sum over chunks depends; pass token_chunks = 1.",
     )
-    implementations.check(what, self.implementation)
     arguments.check(
       self.implementation is None or not self.deterministic,
       what,
       f"implementation = {self.implementation!r}, but deterministic = True"
       " promises the order of sums of ep's own products; pass implementation ="
       " None.",
-    )
-    if self.dtype is not None:
-      dtype = token_dtype(what, "dtype", self.dtype)
-      object.__setattr__(self, "dtype", dtype)
-    if self.wire is not None:
-      quantizers.check_width(what, self.hidden, self.wire)
-    arrays.function(what, "activation", self.activation)
-    if self.up_activation is not None:
-      arrays.function(what, "up_activation", self.up_activation)
-    arguments.check(
-      self.gated or self.up_activation is None,
-      what,
-      "up_activation is given, but gated = False; without gates, `activation`"
-      " is applied to x @ w_up.",
     )
 
   def __repr__(self) -> str:
@@ -211,7 +214,12 @@ class MoEConfig(NotCopied):
     }
     return short_repr("MoEConfig", shown)
 
-  @property
+  @functools.cached_property
+  def rule(self) -> router.Rule:
+    """The rule by which the router chooses."""
+    return router.Rule(*(getattr(self, name) for name in router.Rule._fields))
+
+  @functools.cached_property
   def experts(self) -> Experts:
     """The network of an expert."""
     return Experts(
@@ -221,16 +229,6 @@ class MoEConfig(NotCopied):
       self.deterministic,
       implementation=self.implementation,
     )
-
-
-_CHOICES = {
-  "overflow": (None, "error", "drop", "chunk"),
-  "drop_by": (None, "slot", "fair"),
-  "weigh": typing.get_args(Weigh),
-  "score": typing.get_args(router.Score),
-  "balance": ("batch", "sequence"),
-  "wire": WIRES,
-}
 
 
 def num_slots(config: MoEConfig, ep_size: int) -> int:
@@ -296,7 +294,7 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
   most = group.max_tokens_per_rank
   if most is None:  # the capacity follows the tokens of each chunk
     return layer
-  rows = layer.config.rows_for(-(-most // config.token_chunks))
+  rows = layer.rows_for(-(-most // config.token_chunks))
   return layer.replace(recv_capacity_per_rank=rows)
 
 

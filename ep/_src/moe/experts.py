@@ -12,12 +12,13 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import arguments, compat
-from ep._src.base.identities import keep_routing
+from ep._src.base.group import Sizes
 from ep._src.matmul.grouped_matmul import grouped_matmuls
 from ep._src.matmul.implementations import Implementation
-from ep._src.ops.combine import ep_combine
-from ep._src.ops.dispatch import ep_dispatch
-from ep._src.ops.handle import EpHandle
+from ep._src.ops.combine import combine
+from ep._src.ops.dispatch import dispatch
+from ep._src.ops.handle import Routing
+from ep._src.ops.prepare import keep_routing
 from ep._src.ops.row_map import (
   fan_out,
   map_used_rows,
@@ -44,7 +45,8 @@ class Segments:
   operation, NaNs of padding rows reach the gradients of matrices.
   """
 
-  _handle: EpHandle
+  _sizes: Sizes
+  _routing: Routing
   _dtype: Any
   _by_source: jax.Array | None = None  # int32 [L, P], rows from each rank
   _implementation: Implementation = None  # of the products
@@ -52,7 +54,7 @@ class Segments:
   @property
   def group_sizes(self) -> jax.Array:
     """int32 [L], the rows of each segment, as `lax.ragged_dot` takes them."""
-    return self._handle.group_sizes
+    return self._routing.group_sizes
 
   def matmul(self, rows: jax.Array, matrices: Any) -> Any:
     """Returns rows [C, F] times the matrix [F, G] of each row's expert.
@@ -70,7 +72,7 @@ class Segments:
       ValueError: a shape does not fit.
     """
     leaves, tree = jax.tree.flatten(matrices)
-    C, L = self._handle.capacity, len(self._handle.group_sizes)
+    C, L = self._sizes.C, self._sizes.L
     for matrix in leaves:
       arguments.check(
         (rows.ndim, matrix.ndim) == (2, 3)
@@ -83,12 +85,12 @@ class Segments:
     for i, matrix in enumerate(leaves):
       places.setdefault(matrix.shape, []).append(i)
     outs = [*leaves]
-    copies = fan_out(self._handle.group_sizes, rows, len(places))
+    copies = fan_out(self._routing.group_sizes, rows, len(places))
     for same, copy in zip(places.values(), copies, strict=True):
       products = grouped_matmuls(
         copy,
         [leaves[i] for i in same],
-        self._handle.group_sizes,
+        self._routing.group_sizes,
         segments=self._by_source,
         implementation=self._implementation,
       )
@@ -112,7 +114,7 @@ class Segments:
     Raises:
       ValueError: an array has not C rows.
     """
-    sizes, C = self._handle.group_sizes, self._handle.capacity
+    sizes, C = self._routing.group_sizes, self._sizes.C
     arguments.check(
       all(x.shape[:1] == (C,) for x in arrays),
       "Segments.map",
@@ -129,7 +131,7 @@ class Segments:
       weights: [C] or None, factors of the rows.
     """
     if weights is None:
-      weights = jnp.ones(self._handle.capacity)
+      weights = jnp.ones(self._sizes.C)
     if (is_padding := self._is_padding()) is not None:
       weights = jnp.where(is_padding > 0, 0, weights)
     columns = jax.tree.map(lambda x: x[:, None], values)
@@ -137,12 +139,12 @@ class Segments:
 
   def _is_padding(self) -> jax.Array | None:
     """Returns int32 [C], 1 for the rows that pad a segment; None if none do."""
-    handle = self._handle
-    if handle.layer.alignment == 1:
+    if self._sizes.alignment == 1:
       return None
-    end = jnp.cumsum(handle.group_sizes)
-    start = end - handle.group_sizes + handle.token_counts
-    steps = jnp.zeros(handle.capacity, jnp.int32)
+    routing = self._routing
+    end = jnp.cumsum(routing.group_sizes)
+    start = end - routing.group_sizes + routing.token_counts
+    steps = jnp.zeros(self._sizes.C, jnp.int32)
     steps = steps.at[start].add(1, mode="drop").at[end].add(-1, mode="drop")
     return jnp.cumsum(steps)
 
@@ -244,7 +246,8 @@ class SharedExpert:
 
 
 def round_trip(
-  handle: EpHandle,
+  sizes: Sizes,
+  routing: Routing,
   experts: Experts,
   params: Any,
   tokens: jax.Array,
@@ -254,34 +257,39 @@ def round_trip(
 ) -> jax.Array:
   """Sends tokens to their experts and sums the outputs.
 
-  `handle` is the routing of the tokens, by a layer with `tail="unspecified"`.
-  The output of the shared expert is added. With `shared.overlap`, XLA may run
-  `shared.hidden` during dispatch and `shared.output` during combine, and their
-  gradients during the gradient of the same exchange.
+  `routing` is of these tokens, and `sizes.tail` is unspecified. The output of
+  the shared expert is added. With `shared.overlap`, XLA may run `shared.hidden`
+  during dispatch and `shared.output` during combine, and their gradients during
+  the gradient of the same exchange.
   """
   by_source = None
   if experts.deterministic:
-    by_source = _rows_by_source(handle, topk_idx)
-  segments = Segments(handle, tokens.dtype, by_source, experts.implementation)
-  rows, row_weights = ep_dispatch(handle, tokens, topk_weights)
+    by_source = _rows_by_source(sizes, routing, topk_idx)
+  segments = Segments(
+    sizes, routing, tokens.dtype, by_source, experts.implementation
+  )
+  exchange = routing.mem, routing.group_sizes
+  rows, row_weights = dispatch.of_rank(sizes, *exchange, tokens, topk_weights)
   beside = shared if shared is not None and shared.overlap else None
   if beside is not None:
     rows, hidden = _together(rows, beside.hidden(tokens))
   with jax.named_scope("experts"):
     if experts.weigh == "input":
-      rows = map_used_rows(weighted, handle.group_sizes, rows, row_weights)
+      rows = map_used_rows(weighted, routing.group_sizes, rows, row_weights)
     early = row_weights if experts.weigh == "early" else None
     rows = _apply(experts, segments, params, rows, early)
   weights = row_weights if experts.weigh == "late" else None
-  if weights is not None and not handle.params.connection.weighs:
+  if weights is not None and not sizes.connection.weighs:
     # Multiply here, not in combine: otherwise the gradient of combine includes
     # the gradient of the product, and XLA does not overlap the exchange and the
     # shared expert.
-    rows = map_used_rows(weighted, handle.group_sizes, rows, weights)
+    rows = map_used_rows(weighted, routing.group_sizes, rows, weights)
     weights = None
   if beside is not None:
     rows, hidden = _together(rows, hidden)
-  out = ep_combine(handle, rows, weights=weights)
+  out: jax.Array = combine.of_rank(
+    sizes, tokens.shape[:-1], *exchange, rows, weights
+  )
   if shared is None:
     return out
   if beside is None:
@@ -301,12 +309,13 @@ def _together(*xs: jax.Array) -> tuple[jax.Array, ...]:
   return tuple(lax.optimization_barrier(compat.vary_together(*xs)))
 
 
-def _rows_by_source(handle: EpHandle, topk_idx: jax.Array) -> jax.Array:
+def _rows_by_source(
+  sizes: Sizes, routing: Routing, topk_idx: jax.Array
+) -> jax.Array:
   """Returns int32 [L, P], the rows of each local expert from each rank."""
-  layer = handle.layer
-  slots, axis = layer.group.num_expert_slots, layer.group.axis_name
-  ids = jnp.where(handle.kept, topk_idx, slots).ravel()
-  sent = jnp.bincount(ids, length=slots).reshape(layer.ep_size, -1)
+  axis = sizes.group.axis_name
+  ids = jnp.where(routing.kept, topk_idx, sizes.V).ravel()
+  sent = jnp.bincount(ids, length=sizes.V).reshape(sizes.P, -1)
   (sent,) = compat.vary_together(sent, axes=[axis])
   received: jax.Array = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
   return keep_routing(received.astype(jnp.int32).T)

@@ -14,23 +14,29 @@ import jax.numpy as jnp
 from ep._src.base import (
   arrays,
   compat,
-  contexts,
   errors,
-  ordered_sum,
   primitive,
 )
 from ep._src.base.errors import fail_if
-from ep._src.base.identities import keep_routing
-from ep._src.group.group import EpLayerConfig
+from ep._src.base.group import Sizes
+from ep._src.lax import ordered_sum
 from ep._src.moe import losses, parameters, router
 from ep._src.moe.chunks import through_experts
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.experts import SharedExpert
 from ep._src.moe.placement import Placement
+from ep._src.ops.prepare import keep_routing
+from ep._src.ops.views import mapped, REPLICATED, TOKENS
 
 
+def _inputs(sizes: Sizes, config: MoEConfig) -> list[Any]:
+  specs = parameters.specs_of(config, sizes.group.axis_name)
+  return [TOKENS] * 4 + [specs] + [REPLICATED] * 3
+
+
+@mapped(_inputs, (TOKENS, REPLICATED), is_layer=True)
 def of_rank(
-  layer: EpLayerConfig,
+  sizes: Sizes,
   config: MoEConfig,
   x: jax.Array,
   mask: jax.Array | None,
@@ -46,46 +52,18 @@ def of_rank(
   # differ in the local and the global view, and fusion may change rounding.
   if config.deterministic:
     x, params = jax.tree.map(lax.optimization_barrier, (x, params))
-  params = _local_params(layer, config, params)
+  params = _local_params(sizes, config, params)
   x = x if mask is None else jnp.where(mask[..., None], x, 0)
   with jax.named_scope("route"):
-    logits = jnp.matmul(
-      x.astype(jnp.float32),
-      params["router"].astype(jnp.float32),
-      precision=lax.Precision.HIGHEST,
+    logits, topk_idx, topk_weights = _route(
+      sizes, config, params, x, mask, forced_idx, captured_idx, bias, key
     )
-    if config.router_bias:
-      router_bias = params["router_bias"].astype(jnp.float32)
-      logits += jnp.broadcast_to(router_bias, logits.shape)
-    if key is not None:
-      key = jax.random.fold_in(key, lax.axis_index(layer.group.token_axes))
-    if bias is not None and contexts.is_checked():
-      what = f'MoE(layer "{layer.name}")'
-      bias = router.checked_bias(what, "state.bias", bias)
-    topk_idx, topk_weights = router.route_topk(
-      logits,
-      config.top_k,
-      score=config.score,
-      normalize=config.normalize,
-      scale=config.scale,
-      selection_bias=bias,
-      mask=mask,
-      num_groups=config.num_groups,
-      top_groups=config.top_groups,
-      group_best=config.group_best,
-      forced_idx=forced_idx,
-      captured_idx=captured_idx,
-      jitter=config.jitter,
-      key=key,
-    )
-    # `forced_idx` may be a constant, which does not vary over ranks.
-    (topk_idx,) = compat.vary_together(topk_idx, axes=layer.group.token_axes)
     as_written = placement is None and config.token_chunks == 1
-    as_written &= layer.group.num_experts == config.num_experts
+    as_written &= sizes.group.num_experts == config.num_experts
     is_given = forced_idx is not None or captured_idx is not None
     fault = None
     if is_given and not as_written:
-      topk_idx, fault = _checked_choices(layer, config.num_experts, topk_idx)
+      topk_idx, fault = _checked_choices(sizes, config.num_experts, topk_idx)
   # Ranks of `tp_axis` multiply the same tokens by different parts of matrices.
   # So tokens vary over that axis from here on, and routing weights from
   # dispatch on. JAX sums the gradients over the axis at these points, where
@@ -95,51 +73,80 @@ def of_rank(
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
-  L = layer.num_local_experts
   ids = topk_idx
-  held = lax.axis_index(layer.group.axis_name) * L + arrays.iota(L)
+  first = lax.axis_index(sizes.group.axis_name) * sizes.L
+  held = first + arrays.iota(sizes.L)
   if placement is not None:
     ids = placement.slots_of(topk_idx)
     held = jnp.asarray(placement.experts)[held]
   shared = None
   if config.shared_inner:
     shared = SharedExpert(config.experts, params, mask, config.overlap)
-  y, handle = through_experts(
-    layer,
-    config.experts,
-    experts,
-    x_inner,
-    ids,
-    topk_weights,
-    shared=shared,
-    token_chunks=config.token_chunks,
+  y, routing = through_experts(
+    sizes, config.experts, experts, x_inner, ids, topk_weights, shared
   )
   if config.tp_axis:
     y = lax.psum(y, config.tp_axis)
   with jax.named_scope("metrics"):
     metrics = losses.measure(
-      layer, config, logits, topk_idx, mask, handle, held, fault
+      sizes, config, logits, topk_idx, mask, routing, held, fault
     )
   if config.deterministic:
     y, metrics = jax.tree.map(lax.optimization_barrier, (y, metrics))
   return y, metrics
 
 
+def _route(
+  sizes: Sizes,
+  config: MoEConfig,
+  params: Mapping[str, jax.Array],
+  x: jax.Array,
+  mask: jax.Array | None,
+  forced_idx: jax.Array | None,
+  captured_idx: jax.Array | None,
+  bias: jax.Array | None,
+  key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the router's logits, and the choices and weights of the tokens."""
+  logits = jnp.matmul(
+    x.astype(jnp.float32),
+    params["router"].astype(jnp.float32),
+    precision=lax.Precision.HIGHEST,
+  )
+  if config.router_bias:
+    router_bias = params["router_bias"].astype(jnp.float32)
+    logits += jnp.broadcast_to(router_bias, logits.shape)
+  if key is not None:
+    key = jax.random.fold_in(key, lax.axis_index(sizes.group.token_axes))
+  if bias is not None and sizes.checked:
+    what = f'MoE(layer "{sizes.name}")'
+    bias = router.checked_bias(what, "state.bias", bias)
+  forced_idx, captured_idx = jax.tree.map(
+    arrays.int32, (forced_idx, captured_idx)
+  )
+  topk_idx, topk_weights = router.choose(
+    config.rule, logits, bias, mask, forced_idx, captured_idx, key
+  )
+  # `forced_idx` may be a constant, which does not vary over ranks.
+  (topk_idx,) = compat.vary_together(topk_idx, axes=sizes.group.token_axes)
+  return logits, topk_idx, topk_weights
+
+
 def _local_params(
-  layer: EpLayerConfig, config: MoEConfig, params: Mapping[str, jax.Array]
+  sizes: Sizes, config: MoEConfig, params: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
   """Returns a rank's parameters, gathered over `fsdp_axis`.
 
   The outputs of the ranks of `tp_axis` are added, so only the first of these
   ranks keeps `b_down`.
   """
-  group = layer.group
-  specs = parameters.partition_specs(config, group.axis_name)
+  group = sizes.group
+  specs = parameters.specs_of(config, group.axis_name)
   params = dict(params)
   fsdp = config.fsdp_axis
   is_equal = config.deterministic or fsdp not in group.token_axes
   gather = functools.partial(compat.all_gather, mesh=group.mesh)
-  if is_equal and compat.checks_vma():  # then cotangents are equal
+  if fsdp and is_equal and compat.checks_vma():  # then cotangents are equal
     gather = functools.partial(ordered_sum.all_gather, tiled=True)
   for name, spec in specs.items():
     if fsdp and fsdp in spec:
@@ -154,7 +161,7 @@ def _local_params(
 
 
 def _checked_choices(
-  layer: EpLayerConfig, num_experts: int, ids: jax.Array
+  sizes: Sizes, num_experts: int, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
   """Returns expert ids int32 [..., K], or fails on all ranks like `ep_prepare`.
 
@@ -166,13 +173,12 @@ def _checked_choices(
   """
   if not ids.size:
     return ids, None
-  group, is_checked = layer.group, contexts.is_checked()
   ids, fault = _check_p.bind(
     ids,
-    name=layer.name,
-    axis_name=group.axis_name,
+    name=sizes.name,
+    axis_name=sizes.group.axis_name,
     num_experts=num_experts,
-    raises=not group.connection.flags or is_checked or group.errors == "raise",
+    raises=sizes.raises or not sizes.connection.flags,
   )
   return keep_routing(ids), fault
 

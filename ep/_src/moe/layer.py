@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,16 +16,18 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from ep._src.base import arguments, arrays, compat
+from ep._src.base.group import EpGroup
+from ep._src.base.layer import EpLayerConfig
 from ep._src.base.meshes import Mesh
 from ep._src.group.bootstrap import ep_bootstrap
-from ep._src.group.group import EpGroup, EpLayerConfig
 from ep._src.moe import batching, forward, parameters, router
 from ep._src.moe.batching import Padding
 from ep._src.moe.config import layer_of, MoEConfig, num_slots
 from ep._src.moe.losses import Metrics
 from ep._src.moe.parameters import State
 from ep._src.moe.placement import check_placement, Placement
-from ep._src.ops import views
+from ep._src.ops.dispatch import check_rows
+from ep._src.ops.views import View
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -71,6 +74,7 @@ class MoE:
 
   config: MoEConfig
   ep_layer: EpLayerConfig
+  _keeps_programs: bool = dataclasses.field(repr=False, compare=False)
 
   def __init__(
     self,
@@ -100,6 +104,8 @@ class MoE:
     ep_layer = layer_of(config, group, name or config.name)
     object.__setattr__(self, "config", config)
     object.__setattr__(self, "ep_layer", ep_layer)
+    keeps_programs = not config.experts.is_traced()
+    object.__setattr__(self, "_keeps_programs", keeps_programs)
 
   @property
   def group(self) -> EpGroup:
@@ -225,68 +231,72 @@ class MoE:
       ValueError, TypeError: an argument does not fit; the message names it.
       ep.EpError: when the program runs; see `ep_prepare`.
     """
-    config, group = self.config, self.group
+    config, group = self.config, self.ep_layer.group
     op = f'MoE(layer "{self.ep_layer.name}")'
     arguments.flag(op, "pad", pad)
-    bias, x = _bias(op, state), jnp.asarray(x)
+    bias = None if state is None else _bias(op, state)
+    x = jnp.asarray(x)
     if mask is not None:
       mask = jnp.asarray(mask)
     if forced_idx is not None:
       forced_idx = arrays.array(op, "forced_idx", forced_idx)
     if captured_idx is not None:
       captured_idx = arrays.array(op, "captured_idx", captured_idx)
-    view = views.View.of(group, op)
+    view = View.of(group, op)
     _check_params(op, self, params, x.dtype, view.is_local)
-    check_placement(op, "placement", placement, self.num_expert_slots)
-    arguments.check(
-      placement is None or placement.experts.ndim == 1,
-      op,
-      "placement is of several layers; pass the placement of one layer.",
-    )
-    arguments.check(
-      placement is None or group.num_experts == group.num_expert_slots,
-      op,
-      f"a placement uses all {group.num_expert_slots} slots, but the group has"
-      f" num_experts = {group.num_experts}; bootstrap it with the number of"
-      " slots, or give ep.MoE a mesh.",
-    )
+    if placement is not None:
+      _check_placement(op, group, placement)
     _check_tokens(op, config, x, bias, mask, forced_idx, captured_idx)
-
-    keep = not config.experts.is_traced()
-
-    def run(tokens: Any, others: Any, pad: bool) -> tuple[jax.Array, Metrics]:
-      x, mask, forced_idx, captured_idx = tokens
-      padding = Padding.of(view, x.shape[:-1]) if pad else Padding(())
-      view_config = config
-      arguments.check(
-        config.balance == "batch" or x.ndim > 2 or view.is_local,
-        op,
-        f"x has shape {x.shape}, but balance = 'sequence' needs [..., S, H]"
-        " here: the tokens of a sequence lie along the last axis but one.",
-      )
-      if padding.count is not None:
-        mask = jnp.ones(x.shape[:-1], bool) if mask is None else mask
-        x, mask = padding.add(x, 0), padding.add(mask, False)
-        forced_idx, captured_idx = jax.tree.map(
-          lambda ids: padding.add(ids, -1), (forced_idx, captured_idx)
-        )
-        view_config = dataclasses.replace(config, balance="batch")
-      view.lead("x", x.shape)
-      y, metrics = view.call(
-        forward.of_rank,
-        [self.ep_layer, view_config],
-        [x, mask, forced_idx, captured_idx, *others],
-        [views.TOKENS] * 4 + [self.specs()] + [views.REPLICATED] * 3,
-        (views.TOKENS, views.REPLICATED),
-        keep=keep,
-        is_layer=True,
-      )
-      group.connection.saw(metrics.fault)
-      return batching.like(padding.remove(y), tokens[0]), metrics
-
+    config.rule.check_call(
+      op, config.num_experts, key, forced_idx, captured_idx
+    )
+    run = batching.padded(view, "x", _FILLS, functools.partial(self._run, view))
     tokens = x, mask, forced_idx, captured_idx
     others = dict(params), bias, key, placement
     return batching.examples(run, tokens, others, pad)
+
+  def _run(
+    self,
+    view: View,
+    tokens: Sequence[Any],
+    others: Sequence[Any],
+    token_shape: tuple[int, ...],
+    padding: Padding,
+  ) -> tuple[jax.Array, Metrics]:
+    """Applies the layer to padded tokens in a view."""
+    config, layer = self.config, self.ep_layer
+    x, mask, *ids = tokens
+    if padding.count is not None:
+      config = dataclasses.replace(config, balance="batch")
+      if mask is None:
+        mask = padding.add(jnp.ones(padding.lead, bool), False)
+    arguments.check(
+      config.balance == "batch" or x.ndim > 2 or view.is_local,
+      view.op,
+      f"x has shape {x.shape}, but balance = 'sequence' needs [..., S, H]"
+      " here: the tokens of a sequence lie along the last axis but one.",
+    )
+    num_tokens = math.prod(token_shape)
+    num_chunks = max(min(config.token_chunks, num_tokens), 1)
+    num_tokens = -(-num_tokens // num_chunks)
+    layer.check_tokens(view.op, num_tokens)
+    sizes = layer.sizes(num_tokens, tail="unspecified")
+    rows = jax.ShapeDtypeStruct(x.shape, config.dtype or x.dtype)
+    check_rows(view.op, "x", rows, sizes)
+    y: jax.Array
+    y, metrics = forward.of_rank.in_view(
+      view,
+      [sizes, config],
+      *(x, mask, *ids, *others),
+      keep=self._keeps_programs,
+    )
+    if layer.group.connection.flags:
+      layer.group.connection.saw(metrics.fault)
+    return y, metrics
+
+
+# Of tokens that `pad` adds: x, mask, forced_idx, captured_idx.
+_FILLS = (0, False, -1, -1)
 
 
 def _bootstrap(
@@ -305,9 +315,7 @@ def _bootstrap(
   )
 
 
-def _bias(op: str, state: State | None) -> jax.Array | None:
-  if state is None:
-    return None
+def _bias(op: str, state: State) -> jax.Array:
   if not isinstance(state, State):
     raise TypeError(
       f"{op}: state is a {type(state).__name__}, but an ep.moe.State is"
@@ -316,6 +324,22 @@ def _bias(op: str, state: State | None) -> jax.Array | None:
   bias = arrays.float32(op, "state.bias", state.bias)
   router.check_bias(op, "state.bias", bias)
   return bias
+
+
+def _check_placement(op: str, group: EpGroup, placement: Placement) -> None:
+  check_placement(op, "placement", placement, group.num_expert_slots)
+  arguments.check(
+    placement.experts.ndim == 1,
+    op,
+    "placement is of several layers; pass the placement of one layer.",
+  )
+  arguments.check(
+    group.num_experts == group.num_expert_slots,
+    op,
+    f"a placement uses all {group.num_expert_slots} slots, but the group has"
+    f" num_experts = {group.num_experts}; bootstrap it with the number of"
+    " slots, or give ep.MoE a mesh.",
+  )
 
 
 def _check_tokens(
@@ -361,9 +385,8 @@ def _check_params(
   x_dtype: jnp.dtype,
   is_local: bool,
 ) -> None:
-  config, group = layer.config, layer.group
-  shapes = parameters.shapes(config, layer.num_expert_slots)
-  of_experts = parameters.shapes(config)
+  config, group = layer.config, layer.ep_layer.group
+  shapes = parameters.shapes(config, group.num_expert_slots)
   names = sorted(params) if isinstance(params, Mapping) else type(params)
   arguments.check(
     names == sorted(shapes),
@@ -371,53 +394,54 @@ def _check_params(
     f"params holds {names}, but the config has {sorted(shapes)}; make"
     " them with ep.moe.init.",
   )
-  specs = parameters.partition_specs(config, group.axis_name)
+  specs = parameters.specs_of(config, group.axis_name)
   part = "the part of a rank" if is_local else "the whole array"
   for name, shape in shapes.items():
     sizes = [group.mesh.shape[a] if a else 1 for a in specs[name]]
-    arguments.check(
-      all(n % d == 0 for n, d in zip(shape, sizes, strict=True)),
-      op,
-      f"params[{name!r}] has shape {shape}, which cannot be split as"
-      f" {specs[name]} says over a mesh of {dict(group.mesh.shape)}; choose"
-      " sizes that the mesh axes divide.",
-    )
+    if any(n % d for n, d in zip(shape, sizes, strict=True)):
+      raise ValueError(
+        f"{op}: params[{name!r}] has shape {shape}, which cannot be split as"
+        f" {specs[name]} says over a mesh of {dict(group.mesh.shape)}; choose"
+        " sizes that the mesh axes divide."
+      )
     if is_local:
       shape = tuple(n // d for n, d in zip(shape, sizes, strict=True))
-    if not isinstance(params[name], jax.Array | np.ndarray):
-      raise arguments.wrong_type(
-        op, f"params[{name!r}]", params[name], "an array"
+    what, param = f"params[{name!r}]", params[name]
+    if not isinstance(param, jax.Array | np.ndarray):
+      raise arguments.wrong_type(op, what, param, "an array")
+    if param.shape != shape:
+      cure = "For stacked layers, pass the parameters of one."
+      if param.shape == parameters.shapes(config)[name]:
+        cure = "Append empty slots with ep.moe.with_slots."
+      raise ValueError(
+        f"{op}: {what} has shape {param.shape}, but {shape} is expected,"
+        f" {part}. {cure}"
       )
-    has = params[name].shape
-    cure = "For stacked layers, pass the parameters of one."
-    if has != shape and has == of_experts[name]:
-      cure = "Append empty slots with ep.moe.with_slots."
-    arguments.check(
-      has == shape,
-      op,
-      f"params[{name!r}] has shape {has}, but {shape} is expected, {part}."
-      f" {cure}",
-    )
-    arrays.check_floats(op, f"params[{name!r}]", params[name])
-    dtype = params[name].dtype
-    if config.deterministic and dtype != jnp.float32:
-      raise TypeError(
-        f"{op}: params[{name!r}] is {dtype}, but deterministic = True adds"
-        " gradients in float32, and rounding them before would depend on the"
-        " split of the ranks; keep parameters in float32, and name the dtype of"
-        " products by MoEConfig.dtype, or pass deterministic=False."
-      )
-    is_router = name.startswith("router")  # always multiplied in float32
-    if config.dtype is None and dtype != x_dtype and not is_router:
-      raise TypeError(
-        f"{op}: params[{name!r}] is {dtype}, but x is {x_dtype}; convert one,"
-        " or name the dtype in which they are multiplied, such as"
-        f" MoEConfig(dtype=jnp.{x_dtype})."
-      )
+    arrays.check_floats(op, what, param)
+    _check_dtype(op, config, name, param.dtype, x_dtype)
   if is_local and config.tp_axis:
     arguments.check(
       compat.checks_vma(),
       op,
       f"tp_axis = {config.tp_axis!r} needs a jax.shard_map with check_vma=True:"
       " without it, the gradient of a sum over ranks is counted once per rank.",
+    )
+
+
+def _check_dtype(
+  op: str, config: MoEConfig, name: str, dtype: jnp.dtype, x_dtype: jnp.dtype
+) -> None:
+  if config.deterministic and dtype != jnp.float32:
+    raise TypeError(
+      f"{op}: params[{name!r}] is {dtype}, but deterministic = True adds"
+      " gradients in float32, and rounding them before would depend on the"
+      " split of the ranks; keep parameters in float32, and name the dtype of"
+      " products by MoEConfig.dtype, or pass deterministic=False."
+    )
+  is_router = name.startswith("router")  # always multiplied in float32
+  if config.dtype is None and dtype != x_dtype and not is_router:
+    raise TypeError(
+      f"{op}: params[{name!r}] is {dtype}, but x is {x_dtype}; convert one,"
+      " or name the dtype in which they are multiplied, such as"
+      f" MoEConfig(dtype=jnp.{x_dtype})."
     )

@@ -15,11 +15,12 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from ep._src.base import arguments, arrays, errors, ordered_sum
-from ep._src.group.group import EpLayerConfig
+from ep._src.base import arguments, arrays, errors
+from ep._src.base.group import Sizes
+from ep._src.lax import ordered_sum
 from ep._src.moe import router
 from ep._src.moe.config import MoEConfig
-from ep._src.ops.handle import EpHandle
+from ep._src.ops.handle import Routing
 
 _Axes = str | Sequence[str]
 _Psum = Callable[[Any, _Axes], Any]
@@ -79,6 +80,7 @@ def load_balancing_loss(
     ValueError: `score` or a shape is invalid.
     TypeError: the logits are no floats, or the mask has no bools.
   """
+  topk_idx = _checked("load_balancing_loss", logits, topk_idx, score, mask)
   return _batch_balance(logits, topk_idx, score, mask).over(axis_name, psum)
 
 
@@ -110,6 +112,14 @@ def sequence_balancing_loss(
   Raises:
     ValueError, TypeError: as in `load_balancing_loss`.
   """
+  op = "sequence_balancing_loss"
+  arguments.check(
+    logits.ndim >= 2,
+    op,
+    f"logits have shape {logits.shape}; the last two axes must be the tokens "
+    "of a sequence and the experts.",
+  )
+  topk_idx = _checked(op, logits, topk_idx, score, mask)
   terms = _sequence_balance(logits, topk_idx, score, mask)
   return terms.over(axis_name, psum)
 
@@ -136,6 +146,7 @@ def router_z_loss(
   Raises:
     ValueError, TypeError: as in `load_balancing_loss`.
   """
+  router.check_logits("router_z_loss", logits, mask)
   return _logit_size(logits, mask).over(axis_name, psum)
 
 
@@ -161,7 +172,28 @@ def router_entropy(
   Raises:
     ValueError, TypeError: as in `load_balancing_loss`.
   """
+  router.check_logits("router_entropy", logits, mask)
   return _score_entropy(logits, mask).over(axis_name, psum)
+
+
+def _checked(
+  op: str,
+  logits: jax.Array,
+  topk_idx: jax.Array,
+  score: router.Score,
+  mask: jax.Array | None,
+) -> jax.Array:
+  """Returns `topk_idx` as int32; raises unless a loss's arguments fit."""
+  router.check_score(op, score)
+  router.check_logits(op, logits, mask)
+  topk_idx = arrays.integers(op, "topk_idx", topk_idx)
+  arguments.check(
+    topk_idx.shape[:-1] == logits.shape[:-1],
+    op,
+    f"topk_idx has shape {topk_idx.shape}, but logits {logits.shape}; they "
+    "must have the same tokens.",
+  )
+  return topk_idx
 
 
 def _batch_balance(
@@ -171,7 +203,7 @@ def _batch_balance(
   mask: jax.Array | None,
 ) -> _Terms:
   """Returns the terms of `load_balancing_loss`."""
-  parts = _per_token("load_balancing_loss", logits, topk_idx, score, mask)
+  parts = _per_token(logits, topk_idx, score, mask)
   lead = tuple(range(logits.ndim - 1))
   return _Terms(tuple(x.sum(lead) for x in parts), _imbalance)
 
@@ -183,14 +215,7 @@ def _sequence_balance(
   mask: jax.Array | None,
 ) -> _Terms:
   """Returns the terms of `sequence_balancing_loss`."""
-  op = "sequence_balancing_loss"
-  arguments.check(
-    logits.ndim >= 2,
-    op,
-    f"logits have shape {logits.shape}; the last two axes must be the tokens "
-    "of a sequence and the experts.",
-  )
-  parts = _per_token(op, logits, topk_idx, score, mask)
+  parts = _per_token(logits, topk_idx, score, mask)
   choices, scores, tokens = (x.sum(logits.ndim - 2) for x in parts)
   imbalance = _imbalance(choices, scores, tokens)
   return _mean(imbalance, tokens > 0)
@@ -198,13 +223,13 @@ def _sequence_balance(
 
 def _logit_size(logits: jax.Array, mask: jax.Array | None) -> _Terms:
   """Returns the terms of `router_z_loss`."""
-  logits = router.masked_float32("router_z_loss", logits, mask)
+  logits = router.masked_float32(logits, mask)
   return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask)
 
 
 def _score_entropy(logits: jax.Array, mask: jax.Array | None) -> _Terms:
   """Returns the terms of `router_entropy`."""
-  logits = router.masked_float32("router_entropy", logits, mask)
+  logits = router.masked_float32(logits, mask)
   logs = jax.nn.log_softmax(logits)
   scores = jnp.exp(logs)
   terms = scores * jnp.where(scores > 0, logs, 0.0)
@@ -212,7 +237,6 @@ def _score_entropy(logits: jax.Array, mask: jax.Array | None) -> _Terms:
 
 
 def _per_token(
-  op: str,
   logits: jax.Array,
   topk_idx: jax.Array,
   score: router.Score,
@@ -224,15 +248,7 @@ def _per_token(
   `[..., E]`, and ones `[...]`; or zeros for masked tokens. All are float32, so
   that one all-reduce sums them.
   """
-  router.check_score(op, score)
-  topk_idx = arrays.integers(op, "topk_idx", topk_idx)
-  arguments.check(
-    topk_idx.shape[:-1] == logits.shape[:-1],
-    op,
-    f"topk_idx has shape {topk_idx.shape}, but logits {logits.shape}; they "
-    "must have the same tokens.",
-  )
-  logits = router.masked_float32(op, logits, mask)
+  logits = router.masked_float32(logits, mask)
   # A softmax of log scores divides scores by their sum, without underflow.
   logs = logits if score == "softmax" else router.LOG_SCORES[score](logits)
   choices = jax.nn.one_hot(topk_idx, logits.shape[-1], dtype=jnp.float32)
@@ -303,38 +319,38 @@ class Metrics(NamedTuple):
 
 
 def measure(
-  layer: EpLayerConfig,
+  sizes: Sizes,
   config: MoEConfig,
   logits: jax.Array,
   topk_idx: jax.Array,
   mask: jax.Array | None,
-  handle: EpHandle,
+  routing: Routing,
   experts: jax.Array,
   fault: jax.Array | None,
 ) -> Metrics:
   """Returns the metrics of a step, by one all-reduce over all ranks.
 
-  The arrays of `handle` may have a leading axis of chunks. `experts` is the
+  The arrays of `routing` may have a leading axis of chunks. `experts` is the
   expert of each slot of the rank. `fault` is a fault that was found before the
-  handle's.
+  routing's.
   """
-  axes, E = layer.group.token_axes, config.num_experts
+  axes, E = sizes.group.token_axes, config.num_experts
   load = jax.nn.one_hot(topk_idx, E, dtype=jnp.float32)
-  dropped = handle.dropped_counts.reshape(-1, len(experts))
+  dropped = routing.dropped_counts.reshape(-1, len(experts))
   drops = jnp.zeros(E, jnp.int32)
-  if layer.overflow != "chunk":  # chunks drop nothing
+  if sizes.overflow != "chunk":  # chunks drop nothing
     of_slots = dropped.sum(0, dtype=jnp.int32)[:, None]
     is_expert = jax.nn.one_hot(experts, E, dtype=bool)
     drops = jnp.where(is_expert, of_slots, 0).sum(0, dtype=jnp.int32)
-  rows = handle.total_recv_tokens.sum(dtype=jnp.int32)
+  rows = routing.total_recv_tokens.sum(dtype=jnp.int32)
   of_ranks = jnp.zeros(lax.axis_size(axes), jnp.int32)
   sums: dict[str, Any] = dict(
     load=load.reshape(-1, E).sum(axis=0),
     drops=_halves(drops),
     rows=_halves(of_ranks.at[lax.axis_index(axes)].set(rows)),
   )
-  if layer.group.connection.flags:
-    sums["faults"] = _halves(_fault_of_domain(layer, handle, fault))
+  if sizes.connection.flags:
+    sums["faults"] = _halves(_fault_of_domain(sizes, routing, fault))
   terms = dict(
     aux_loss=_BALANCE[config.balance](logits, topk_idx, config.score, mask),
     z_loss=_logit_size(logits, mask),
@@ -346,27 +362,27 @@ def measure(
   sums, of_terms = psum(
     (sums, {name: term.sums for name, term in terms.items()}), axes
   )
-  faults = jnp.zeros((1, errors.FAULT_WORDS), jnp.int32)
-  if layer.group.connection.flags:
-    faults = _whole(sums["faults"])
+  fault = jnp.zeros(errors.FAULT_WORDS, jnp.int32)
+  if sizes.connection.flags:
+    fault = errors.carried_fault(_whole(sums["faults"]))
   return Metrics(
     load=sums["load"],
     drops=_whole(sums["drops"]),
     max_rank_rows=_whole(sums["rows"]).max(),
-    fault=errors.carried_fault(faults),
+    fault=fault,
     **{name: term.loss(*of_terms[name]) for name, term in terms.items()},
   )
 
 
 def _fault_of_domain(
-  layer: EpLayerConfig, handle: EpHandle, fault: jax.Array | None
+  sizes: Sizes, routing: Routing, fault: jax.Array | None
 ) -> jax.Array:
   """Returns int32 [D, 24]: in the first rank of a domain, its domain's fault.
 
   The sum over all ranks has the faults of all D domains.
   """
-  group = layer.group
-  found = errors.carried_fault(handle.mem)
+  group = sizes.group
+  found = errors.carried_fault(routing.mem)
   if fault is not None:
     found = jnp.where(fault[0] > 0, fault, found)
   found = jnp.where(lax.axis_index(group.axis_name) == 0, found, 0)

@@ -4,21 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import functools
+import math
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
-from ep._src.group.group import check_layer, EpLayerConfig
+from ep._src.base.group import Sizes
+from ep._src.base.layer import check_layer, EpLayerConfig
 from ep._src.matmul import implementations
 from ep._src.matmul.implementations import Implementation
 from ep._src.moe import batching
 from ep._src.moe.batching import Padding
 from ep._src.moe.chunks import through_experts
 from ep._src.moe.experts import Activation, Experts, Network
-from ep._src.ops import views
-from ep._src.ops.handle import EpHandle, LEAF_KINDS
+from ep._src.ops.dispatch import check_rows
+from ep._src.ops.handle import EpHandle, Routing, ROUTING_KINDS
+from ep._src.ops.prepare import check_choices
+from ep._src.ops.views import EXPERTS, mapped, TOKENS, View
 
 
 @overload
@@ -150,14 +155,41 @@ def moe_layer(
     ep.EpError: when the program runs; see `ep_prepare`.
   """
   check_layer("moe_layer", layer)
-  group = layer.group
   op = f'moe_layer(layer "{layer.name}")'
   arrays.function(op, "activation", activation)
   implementations.check(op, implementation)
-  arguments.flags(op, return_handle=return_handle, pad=pad)
-  matrices = dict(w_up=w_up, w_down=w_down, w_gate=w_gate)
-  given = {k: jnp.asarray(w) for k, w in matrices.items() if w is not None}
+  arguments.flag(op, "return_handle", return_handle)
+  arguments.flag(op, "pad", pad)
+  if positional:
+    w_up = None  # refused below
+  given = _given(op, experts, params, w_up=w_up, w_down=w_down, w_gate=w_gate)
   network = Experts(activation, network=experts, implementation=implementation)
+  topk_idx = arrays.array(op, "topk_idx", topk_idx)
+  routed = (jnp.asarray(tokens), topk_idx, jnp.asarray(topk_weights))
+  view = View.of(layer.group, op)
+  check = _check_matrices if experts is None else _check_params
+  check(view, routed[0], given)
+  run = functools.partial(_run, layer, network, view)
+  once = batching.padded(view, "tokens", [0, -1, 0], run)
+
+  def call(routed: Any, params: Any, pad: bool) -> tuple[jax.Array, Any]:
+    _check_routed(op, layer, routed)
+    return once(routed, params, pad)
+
+  if return_handle:
+    return call(routed, given, pad)
+  out: jax.Array
+  out, _ = batching.examples(
+    lambda *args: (call(*args)[0], ()), routed, given, pad
+  )
+  return out
+
+
+def _given(
+  op: str, experts: Network | None, params: Any, **matrices: Any
+) -> Any:
+  """Returns the arrays of the experts; `matrices` without the absent ones."""
+  given = {k: jnp.asarray(w) for k, w in matrices.items() if w is not None}
   if experts is not None:
     arrays.function(op, "experts", experts)
     if given:
@@ -165,87 +197,79 @@ def moe_layer(
         f"{op}: got experts and {[*given]}; pass the arrays of your experts as"
         " params."
       )
-    given = jax.tree.map(jnp.asarray, params)
-  elif positional or w_up is None or w_down is None or params is not None:
+    return jax.tree.map(jnp.asarray, params)
+  if params is not None or not {"w_up", "w_down"} <= given.keys():
     raise TypeError(
       f"{op}: matrices are passed by name: w_up=..., w_down=..., and w_gate=..."
       " for experts with gates; or experts=... and params=..."
     )
-  topk_idx = arrays.array(op, "topk_idx", topk_idx)
-  routed = (jnp.asarray(tokens), topk_idx, jnp.asarray(topk_weights))
-  view = views.View.of(group, op)
-  check = _check_matrices if experts is None else _check_params
-  check(view, routed[0], given)
-  keep = experts is None and not network.is_traced()
-
-  def run(routed: Any, params: Any, pad: bool) -> tuple[jax.Array, EpHandle]:
-    tokens, *_ = routed
-    lead = _check_lead(op, routed)
-    padding = Padding.of(view, lead) if pad else Padding(lead)
-    routed = [*map(padding.add, routed, [0, -1, 0])]
-    token_shape = view.lead("tokens", routed[0].shape)
-    out, leaves = view.call(
-      _of_rank,
-      [layer, network],
-      [params, *routed],
-      [views.EXPERTS] + [views.TOKENS] * 3,
-      (views.TOKENS, LEAF_KINDS),
-      keep=keep,
-      is_layer=True,
-    )
-    handle = EpHandle(*leaves, layer=layer, token_shape=token_shape)
-    group.connection.saw(handle.mem)
-    return batching.like(padding.remove(out), tokens), handle
-
-  if return_handle:
-    return run(routed, given, pad)
-  out: jax.Array
-  out, _ = batching.examples(
-    lambda *args: (run(*args)[0], ()), routed, given, pad
-  )
-  return out
+  return given
 
 
-def _of_rank(
+def _run(
   layer: EpLayerConfig,
+  network: Experts,
+  view: View,
+  routed: Sequence[jax.Array],
+  params: Any,
+  token_shape: tuple[int, ...],
+  padding: Padding,
+) -> tuple[jax.Array, EpHandle]:
+  """Applies the layer to padded tokens in a view."""
+  del padding
+  num_tokens = math.prod(token_shape)
+  layer.check_tokens(view.op, num_tokens)
+  sizes = layer.sizes(num_tokens, tail="unspecified")
+  check_rows(view.op, "tokens", routed[0], sizes)
+  out: jax.Array
+  out, routing = _of_rank.in_view(
+    view,
+    [sizes, network],
+    *(params, *routed),
+    keep=network.network is None and not network.is_traced(),
+  )
+  handle = EpHandle(*routing, layer=layer, token_shape=token_shape)
+  if layer.group.connection.flags:
+    layer.group.connection.saw(handle.mem)
+  return out, handle
+
+
+@mapped(
+  [EXPERTS, TOKENS, TOKENS, TOKENS], (TOKENS, ROUTING_KINDS), is_layer=True
+)
+def _of_rank(
+  sizes: Sizes,
   experts: Experts,
   params: Any,
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
-) -> tuple[jax.Array, list[jax.Array]]:
-  out, handle = through_experts(
-    layer, experts, params, tokens, topk_idx, topk_weights
-  )
-  return out, handle.leaves
+) -> tuple[jax.Array, Routing]:
+  args = params, tokens, topk_idx, topk_weights
+  return through_experts(sizes, experts, *args)
 
 
-def _check_lead(op: str, routed: Sequence[jax.Array]) -> tuple[int, ...]:
-  """Returns the leading axes, which tokens and routing must have in common."""
-  _, ids, weights = routed
-  if ids.shape != weights.shape:
-    raise ValueError(
-      f"{op}: topk_weights has shape {weights.shape}, but topk_idx {ids.shape};"
-      " pass a weight for each id."
-    )
-  shapes = {x.shape[:-1] for x in routed}
-  if len(shapes) > 1:
+def _check_routed(
+  op: str, layer: EpLayerConfig, routed: Sequence[jax.Array]
+) -> None:
+  """Raises unless the choices fit the layer, and the tokens the choices."""
+  check_choices(op, layer, *routed[1:])
+  if routed[0].shape[:-1] != routed[1].shape[:-1]:
     raise ValueError(
       f"{op}: tokens, topk_idx and topk_weights have the shapes"
       f" {', '.join(str(x.shape) for x in routed)}, but all axes but the last"
       " must be the same; route these very tokens."
     )
-  return shapes.pop()
 
 
-def _num_slots(view: views.View) -> int:
+def _num_slots(view: View) -> int:
   """Returns the length of the axis of experts, empty slots included."""
   group = view.group
   return group.num_local_experts if view.is_local else group.num_expert_slots
 
 
 def _check_matrices(
-  view: views.View, tokens: jax.Array, params: dict[str, jax.Array]
+  view: View, tokens: jax.Array, params: dict[str, jax.Array]
 ) -> None:
   op, experts = view.op, _num_slots(view)
   hidden, inner = tokens.shape[-1], params["w_up"].shape[-1]
@@ -267,7 +291,7 @@ def _check_matrices(
       )
 
 
-def _check_params(view: views.View, tokens: jax.Array, params: Any) -> None:
+def _check_params(view: View, tokens: jax.Array, params: Any) -> None:
   del tokens
   op, experts = view.op, _num_slots(view)
   for path, x in jax.tree.leaves_with_path(params):

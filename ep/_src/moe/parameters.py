@@ -104,6 +104,13 @@ def partition_specs(
   arguments.check(
     lead >= 0, what, f"lead = {lead}, but it is a number of axes."
   )
+  return specs_of(config, axis_name, lead)
+
+
+def specs_of(
+  config: MoEConfig, axis_name: str, lead: int = 0
+) -> dict[str, PartitionSpec]:
+  """Does what `partition_specs` does, for arguments that are checked."""
   axes: dict[str | None, str | None] = {
     "experts": axis_name,
     "inner": config.tp_axis,

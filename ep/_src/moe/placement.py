@@ -14,10 +14,10 @@ import numpy as np
 
 from ep._src.base import arguments, arrays
 from ep._src.base.arrays import iota
-from ep._src.group.group import check_group, EpGroup
+from ep._src.base.group import check_group, EpGroup
 from ep._src.lax.ragged_all_to_all import ragged_all_to_all
 from ep._src.moe.parameters import split_axis
-from ep._src.ops import views
+from ep._src.ops.views import mapped, REPLICATED, View
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -186,7 +186,7 @@ def move(
   """
   op = "ep.moe.move"
   check_group(op, group)
-  view = views.View.of(group, op)
+  view = View.of(group, op)
   if old is None and new is None:
     return arrays
   V = group.num_expert_slots
@@ -220,20 +220,21 @@ def move(
         f" experts are {x.shape[:at]}, split by {tuple(spec[:at])}; they must"
         " be the same, and whole on each rank.",
       )
-    return view.call(
-      _moved,
-      [group.axis_name, at],
-      [old, new, x],
-      [views.REPLICATED] * 2 + [spec],
-      spec,
-    )
+    moved: jax.Array
+    moved = _moved.in_view(view, [group.axis_name, at, spec], old, new, x)
+    return moved
 
   return jax.tree.map_with_path(of, arrays, jax.tree.broadcast(specs, arrays))
 
 
+@mapped(
+  lambda axis_name, at, spec: [REPLICATED, REPLICATED, spec],
+  lambda axis_name, at, spec: spec,
+)
 def _moved(
   axis_name: str,
   at: int,
+  spec: PartitionSpec,
   old: Placement | None,
   new: Placement | None,
   x: jax.Array,
@@ -243,6 +244,7 @@ def _moved(
   An expert of a layer has one slice for each rank. The slice for its new rank
   has one row, the slices for other ranks have none.
   """
+  del spec
   if not x.size:
     return x
   P, L = lax.axis_size(axis_name), x.shape[at]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
@@ -18,9 +18,91 @@ import numpy as np
 
 from ep._src.base import arguments, arrays, compat, primitive
 from ep._src.base.errors import fail_if
-from ep._src.base.identities import keep_routing
+from ep._src.ops.prepare import keep_routing
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+
+
+class Rule(NamedTuple):
+  """The static arguments of `route_topk`, which `MoEConfig` also has."""
+
+  top_k: int
+  score: Score
+  normalize: bool
+  scale: Any  # a number, or an array
+  jitter: float
+  num_groups: int
+  top_groups: int
+  group_best: int
+
+  def check(self, op: str, num_experts: int) -> None:
+    """Raises unless the arguments of the choice are valid and fit together."""
+    top_k, num_groups, top_groups = self.top_k, self.num_groups, self.top_groups
+    for name in ("num_groups", "top_groups", "group_best"):
+      arguments.integer(op, name, getattr(self, name))
+    arguments.check(
+      0 <= arguments.number(op, "jitter", self.jitter) < 1,
+      op,
+      f"jitter = {self.jitter}; it must be at least 0 and less than 1, such as"
+      " 0.01.",
+    )
+    arguments.check(
+      num_groups >= 1 and num_experts % num_groups == 0,
+      op,
+      f"num_groups = {num_groups} does not divide {num_experts} experts into "
+      "groups of equal size; choose a divisor.",
+    )
+    arguments.check(
+      1 <= top_groups <= num_groups,
+      op,
+      f"top_groups = {top_groups}; choose between 1 and num_groups = "
+      f"{num_groups}.",
+    )
+    size = num_experts // num_groups
+    arguments.check(
+      top_k <= top_groups * size,
+      op,
+      f"top_k = {top_k}, but top_groups = {top_groups} groups of {size} experts"
+      f" hold only {top_groups * size}; raise top_groups or lower num_groups.",
+    )
+    arguments.check(
+      top_groups == num_groups or 1 <= self.group_best <= size,
+      op,
+      f"group_best = {self.group_best}, but groups have {size} experts; choose "
+      f"between 1 and {size}.",
+    )
+
+  def check_call(
+    self,
+    op: str,
+    num_experts: int,
+    key: jax.Array | None,
+    forced_idx: jax.Array | None,
+    captured_idx: jax.Array | None,
+  ) -> None:
+    """Raises `ValueError` without a needed key, or with two kinds of ids.
+
+    Warns if every choice has the same weight.
+    """
+    if self.jitter and key is None:
+      raise ValueError(
+        f"{op}: jitter = {self.jitter} needs random numbers; pass"
+        " key=jax.random.key(...), another one in each step and layer."
+      )
+    arguments.check(
+      forced_idx is None or captured_idx is None,
+      op,
+      "got forced_idx and captured_idx; pass one of them. An id of -1 is no"
+      " expert in forced_idx, and in captured_idx a token that was not"
+      " captured.",
+    )
+    if self.normalize and self.top_k == 1 < num_experts:
+      arguments.warn(
+        f"{op}: top_k = 1 and normalize = True give every choice the same"
+        " weight, so the weights have no gradient, and the router is not"
+        " trained by the output of its experts; pass normalize=False, as Switch"
+        " Transformer and Llama 4 do."
+      )
 
 
 def route_topk(
@@ -135,36 +217,40 @@ def route_topk(
       f"number per expert, shape {(num_experts,)}.",
     )
     check_bias(op, "selection_bias", selection_bias)
-  check_choice(
-    op, num_experts, top_k, num_groups, top_groups, group_best, jitter
+  rule = Rule(
+    top_k, score, normalize, scale, jitter, num_groups, top_groups, group_best
   )
-  if normalize and top_k == 1 < num_experts:
-    arguments.warn(
-      f"{op}: top_k = 1 and normalize = True give every choice the same weight,"
-      " so the weights have no gradient, and the router is not trained by the"
-      " output of its experts; pass normalize=False, as Switch Transformer and"
-      " Llama 4 do."
-    )
-  logits = masked_float32(op, logits, mask)
-  if jitter:
-    if key is None:
-      raise ValueError(
-        f"{op}: jitter = {jitter} needs random numbers; pass"
-        " key=jax.random.key(...), another one in each step and layer."
-      )
-    logits *= jax.random.uniform(
-      key, logits.shape, logits.dtype, 1 - jitter, 1 + jitter
-    )
-  log_scores = LOG_SCORES[score](logits)
-  arguments.check(
-    forced_idx is None or captured_idx is None,
-    op,
-    "got forced_idx and captured_idx; pass one of them. An id of -1 is no"
-    " expert in forced_idx, and in captured_idx a token that was not captured.",
-  )
+  rule.check(op, num_experts)
+  rule.check_call(op, num_experts, key, forced_idx, captured_idx)
+  check_logits(op, logits, mask)
   choices = *logits.shape[:-1], top_k
   if forced_idx is not None:
-    topk_idx = _ids(op, "forced_idx", forced_idx, choices)
+    forced_idx = _ids(op, "forced_idx", forced_idx, choices)
+  if captured_idx is not None:
+    captured_idx = _ids(op, "captured_idx", captured_idx, choices)
+  return choose(
+    rule, logits, selection_bias, mask, forced_idx, captured_idx, key
+  )
+
+
+def choose(
+  rule: Rule,
+  logits: jax.Array,
+  selection_bias: jax.Array | None,
+  mask: jax.Array | None,
+  forced_idx: jax.Array | None,
+  captured_idx: jax.Array | None,
+  key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Does what `route_topk` does, for arguments that are checked already."""
+  logits = masked_float32(logits, mask)
+  if rule.jitter and key is not None:
+    least, most = 1 - rule.jitter, 1 + rule.jitter
+    shape, dtype = logits.shape, logits.dtype
+    logits *= jax.random.uniform(key, shape, dtype, least, most)
+  log_scores = LOG_SCORES[rule.score](logits)
+  if forced_idx is not None:
+    topk_idx = forced_idx
   else:
     order, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
     # Logits have the same order as scores, but do not saturate.
@@ -172,33 +258,37 @@ def route_topk(
       bias = lax.stop_gradient(selection_bias).astype(jnp.float32)
       order = scores = scores + jnp.broadcast_to(bias, scores.shape)
     allowed = None
-    if top_groups < num_groups:
-      allowed = _of_best_groups(scores, num_groups, top_groups, group_best)
-    topk_idx = _best(order, top_k, allowed)
+    if rule.top_groups < rule.num_groups:
+      allowed = _of_best_groups(scores, rule)
+    topk_idx = _best(order, rule.top_k, allowed)
   if captured_idx is not None:
-    captured = _ids(op, "captured_idx", captured_idx, choices)
-    is_captured = (captured != -1).all(axis=-1, keepdims=True)
-    topk_idx = jnp.where(is_captured, captured, topk_idx)
+    is_captured = (captured_idx != -1).all(axis=-1, keepdims=True)
+    topk_idx = jnp.where(is_captured, captured_idx, topk_idx)
   if mask is not None:
     topk_idx = jnp.where(mask[..., None], topk_idx, -1)
   topk_idx = keep_routing(topk_idx)
   chosen = _chosen(log_scores, topk_idx)
-
-  # `jax.nn.softmax` divides, which XLA:CPU replaces by a product in some
-  # programs. A difference of logarithms rounds equally in all programs.
-  def weigh(chosen: jax.Array) -> jax.Array:
-    if normalize:
-      chosen -= lax.stop_gradient(chosen.max(-1, keepdims=True))
-      chosen -= jnp.log(jnp.exp(chosen).sum(-1, keepdims=True))
-    return jnp.exp(chosen) * scale
-
   if mask is None and forced_idx is None:
-    return topk_idx, weigh(chosen)
+    return topk_idx, _weights(rule, chosen)
   # Unused choices get the least float, whose exp adds 0 to the sum. With -inf,
   # a token without choices would get NaN.
   used = topk_idx >= 0
-  weights = weigh(jnp.where(used, chosen, jnp.finfo(jnp.float32).min))
+  chosen = jnp.where(used, chosen, jnp.finfo(jnp.float32).min)
+  weights = _weights(rule, chosen)
   return topk_idx, jnp.where(used, weights, 0.0)
+
+
+def _weights(rule: Rule, chosen: jax.Array) -> jax.Array:
+  """Returns the weights [..., K] of choices with these logarithms of scores.
+
+  `jax.nn.softmax` divides, which XLA:CPU replaces by a product in some
+  programs. A difference of logarithms rounds equally in all programs.
+  """
+  if rule.normalize:
+    chosen -= lax.stop_gradient(chosen.max(-1, keepdims=True))
+    chosen -= jnp.log(jnp.exp(chosen).sum(-1, keepdims=True))
+  weights: jax.Array = jnp.exp(chosen) * rule.scale
+  return weights
 
 
 def check_bias(op: str, name: str, bias: jax.Array) -> None:
@@ -279,20 +369,14 @@ def check_score(op: str, score: Score) -> None:
   )
 
 
-def masked_float32(
-  op: str, logits: jax.Array, mask: jax.Array | None
-) -> jax.Array:
-  """Returns float32 logits, with zeros for masked tokens.
-
-  So the logits of masked tokens, even NaNs, reach no value and no gradient.
-  """
+def check_logits(op: str, logits: jax.Array, mask: jax.Array | None) -> None:
+  """Raises unless the logits are floats, and the mask has a bool per token."""
   if not jnp.issubdtype(logits.dtype, jnp.floating):
     raise TypeError(
       f"{op}: logits are {logits.dtype}, but floats are expected."
     )
-  logits = logits.astype(jnp.float32)
   if mask is None:
-    return logits
+    return
   if mask.dtype != bool:
     raise TypeError(
       f"{op}: mask is {mask.dtype}, but bools are expected; pass mask != 0."
@@ -303,53 +387,15 @@ def masked_float32(
     f"mask has shape {mask.shape}; it must hold one bool per token, shape "
     f"{logits.shape[:-1]}.",
   )
-  return jnp.where(mask[..., None], logits, 0.0)
 
 
-def check_choice(
-  op: str,
-  num_experts: int,
-  top_k: int,
-  num_groups: int,
-  top_groups: int,
-  group_best: int,
-  jitter: float,
-) -> None:
-  """Raises unless the arguments of a choice are valid and fit together."""
-  for name, value in dict(
-    num_groups=num_groups, top_groups=top_groups, group_best=group_best
-  ).items():
-    arguments.integer(op, name, value)
-  arguments.check(
-    0 <= arguments.number(op, "jitter", jitter) < 1,
-    op,
-    f"jitter = {jitter}; it must be at least 0 and less than 1, such as 0.01.",
-  )
-  arguments.check(
-    num_groups >= 1 and num_experts % num_groups == 0,
-    op,
-    f"num_groups = {num_groups} does not divide {num_experts} experts into "
-    "groups of equal size; choose a divisor.",
-  )
-  arguments.check(
-    1 <= top_groups <= num_groups,
-    op,
-    f"top_groups = {top_groups}; choose between 1 and num_groups = "
-    f"{num_groups}.",
-  )
-  size = num_experts // num_groups
-  arguments.check(
-    top_k <= top_groups * size,
-    op,
-    f"top_k = {top_k}, but top_groups = {top_groups} groups of {size} experts "
-    f"hold only {top_groups * size}; raise top_groups or lower num_groups.",
-  )
-  arguments.check(
-    top_groups == num_groups or 1 <= group_best <= size,
-    op,
-    f"group_best = {group_best}, but groups have {size} experts; choose "
-    f"between 1 and {size}.",
-  )
+def masked_float32(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
+  """Returns float32 logits, with zeros for masked tokens.
+
+  So the logits of masked tokens, even NaNs, reach no value and no gradient.
+  """
+  logits = logits.astype(jnp.float32)
+  return logits if mask is None else jnp.where(mask[..., None], logits, 0.0)
 
 
 @jax.custom_jvp
@@ -375,14 +421,13 @@ def _sum_of_chosen(values: jax.Array, places: jax.Array) -> jax.Array:
   return jnp.where(is_chosen, values[..., None, :], 0.0).sum(axis=-1)
 
 
-def _of_best_groups(
-  scores: jax.Array, num_groups: int, top_groups: int, group_best: int
-) -> jax.Array:
+def _of_best_groups(scores: jax.Array, rule: Rule) -> jax.Array:
   """Returns bool `[..., E]`, whether an expert is in one of the best groups."""
+  num_groups = rule.num_groups
   lead, num_experts = scores.shape[:-1], scores.shape[-1]
   groups = scores.reshape(*lead, num_groups, num_experts // num_groups)
-  best = jnp.take_along_axis(groups, _best(groups, group_best), axis=-1)
-  chosen = _best(best.sum(axis=-1), top_groups)
+  best = jnp.take_along_axis(groups, _best(groups, rule.group_best), axis=-1)
+  chosen = _best(best.sum(axis=-1), rule.top_groups)
   is_chosen = jax.nn.one_hot(chosen, num_groups, dtype=bool).any(axis=-2)
   return jnp.repeat(is_chosen, num_experts // num_groups, axis=-1)
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+from collections.abc import Iterable, Sequence
 import contextlib
 import functools
+import itertools
 import os
 from typing import Any
 
@@ -14,33 +16,53 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import backend, compat, meshes
-from ep._src.base.backend import OpParams
+from ep._src.base import compat, meshes
 from ep._src.base.compat import LoweringContext
-from ep._src.base.config import GroupConfig, WIRES
+from ep._src.base.group import Connection, EpGroup, Sizes
+from ep._src.base.layer import WIRES
 from ep._src.base.meshes import Mesh
-from ep._src.base.primitive import ProgramNames
 from ep._src.native import ffi
 
 _PLACE = jax.core.ShapedArray((2,), jnp.int32)
 
 # The last released group of each backend in this process.
-_released: dict[str, GroupConfig] = {}
+_released: dict[str, EpGroup] = {}
 os.register_at_fork(after_in_child=_released.clear)
 
 
-class NativeConnection(backend.Connection):
+class _ProgramNames:
+  """Numbers the programs of a group in the order of their lowering.
+
+  The native engine matches ops of different ranks by XLA's fingerprint of their
+  program. Without a number in the program's text, two programs of equal
+  functions would have equal fingerprints. Thread-safe.
+  """
+
+  def __init__(self, group: str):
+    self._group = group
+    # Threads may lower programs concurrently; `next` of a count is atomic.
+    self._count: collections.defaultdict[str, itertools.count[int]]
+    self._count = collections.defaultdict(itertools.count)
+
+  def name(self, ctx: LoweringContext) -> str:
+    """Returns the name of the program being lowered, like "jit_step#0"."""
+    return compat.module_note(
+      ctx, self._group, lambda module: f"{module}#{next(self._count[module])}"
+    )
+
+
+class NativeConnection(Connection):
   """A connection to a group in a native library; both have the same name."""
 
-  def __init__(self, group: GroupConfig):
+  def __init__(self, group: EpGroup):
     super().__init__(group)
-    self._programs = ProgramNames(group.name)
+    self._programs = _ProgramNames(group.name)
 
   @property
   def closes_at_exit(self) -> bool:
     # With one process, no peer waits, and programs complete without a close.
     has_peers = len(meshes.processes(self.group.mesh)) > 1
-    return not self._is_forked and has_peers
+    return not self.is_forked and has_peers
 
   def raise_failures(self) -> None:
     ffi.check_group(self.group.backend, self.group.name)
@@ -56,64 +78,64 @@ class NativeConnection(backend.Connection):
           " was given to ep_bootstrap."
         )
 
-  def mem_bytes(self, params: OpParams) -> int:
-    layer = params.layer
-    return _offsets(params)[1] + ffi.mem_bytes(
+  def mem_bytes(self, sizes: Sizes) -> int:
+    return _offsets(sizes)[1] + ffi.mem_bytes(
       self.group.backend,
       self.group.name,
-      params.num_tokens,
-      layer.top_k,
-      layer.alignment,
-      params.capacity,
+      sizes.T,
+      sizes.K,
+      sizes.alignment,
+      sizes.C,
     )
 
   def lower(
-    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
+    self, op: str, ctx: LoweringContext, *operands: Any, sizes: Sizes
   ) -> Any:
-    if op == "ep_prepare":
-      place = compat.lower_local(lambda *_: [_place(params.layer.group)])
-      operands += tuple(place(ctx, *operands))
-      mem = ctx.avals_out[:1]
-      call = ctx.replace(avals_in=[*ctx.avals_in, _PLACE], avals_out=mem)
-      results = self._lowering(op)(call, *operands, params=params)
-      read = compat.lower_local(functools.partial(_prepared, params))
-      return read(ctx.replace(avals_in=mem), *results)
-    return self._lowering(op)(ctx, *operands, params=params)
+    if op != "ep_prepare":
+      return self._call(op, ctx, *operands, sizes=sizes)
+    place = compat.lower_local(lambda *_: [_place(self.group)])
+    operands += tuple(place(ctx, *operands))
+    mem = ctx.avals_out[:1]
+    call = ctx.replace(avals_in=[*ctx.avals_in, _PLACE], avals_out=mem)
+    results = self._call(op, call, *operands, sizes=sizes)
+    read = compat.lower_local(functools.partial(_prepared, sizes))
+    return read(ctx.replace(avals_in=mem), *results)
 
-  def _lowering(self, op: str) -> Callable[..., Any]:
-    """Returns the lowering to a call of the FFI target `op`."""
-    return functools.partial(self._lower_call, op)
-
-  def _lower_call(
-    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
+  def _call(
+    self,
+    op: str,
+    ctx: LoweringContext,
+    *operands: Any,
+    sizes: Sizes,
+    lent_mesh: Sequence[int] = (),
+    lent_axis: int = 0,
   ) -> Any:
-    layer = params.layer
-    with compat.named_instruction(f"{op}[{layer.name}]"):
+    """Lowers `op` to a call of its FFI target.
+
+    `lent_mesh` and `lent_axis` describe communicators that the group borrows.
+    """
+    with compat.named_instruction(f"{op}[{sizes.name}]"):
       return jax.ffi.ffi_lowering(op)(
         ctx,
         *operands,
-        group=layer.group.name,
-        group_config=layer.group.program_text,
+        group=self.group.name,
+        group_config=self.group.program_text,
         program=self._programs.name(ctx),
         position=np.int64(compat.next_position(ctx)),
-        layer_name=layer.name,
+        layer_name=sizes.name,
         layer=dict(
-          top_k=np.int64(layer.top_k),
-          alignment=np.int64(layer.alignment),
-          capacity=np.int64(params.capacity),
-          drop=params.drop,
-          tail=np.int32(ffi.TAILS[params.tail]),
-          fingerprint=np.int64(layer.fingerprint),
-          checked=params.checked,
-          wire=np.int64(WIRES.index(layer.wire)),
+          top_k=np.int64(sizes.K),
+          alignment=np.int64(sizes.alignment),
+          capacity=np.int64(sizes.C),
+          drop=sizes.overflow != "error",
+          tail=np.int32(ffi.TAILS[sizes.tail]),
+          fingerprint=np.int64(sizes.fingerprint),
+          checked=sizes.checked,
+          wire=np.int64(WIRES.index(sizes.wire)),
         ),
-        **self._borrowed_domains(ctx),
+        lent_mesh=np.array(lent_mesh, np.int64),
+        lent_axis=np.int64(lent_axis),
       )
-
-  def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
-    """Returns the op attributes that describe borrowed communicators."""
-    del ctx
-    return dict(lent_mesh=np.zeros(0, np.int64), lent_axis=np.int64(0))
 
   def _close(self) -> None:
     ffi.close_group(self.group.backend, self.group.name)
@@ -124,7 +146,7 @@ class NativeConnection(backend.Connection):
       _released[self.group.backend] = self.group
 
 
-def released() -> list[GroupConfig]:
+def released() -> list[EpGroup]:
   """Returns the last released group of each backend, if there is one."""
   return list(_released.values())
 
@@ -146,24 +168,23 @@ def mesh_of_devices(name: str, mesh: Mesh) -> jax.sharding.Mesh:
   return mesh
 
 
-def _offsets(params: OpParams) -> tuple[int, int]:
+def _offsets(sizes: Sizes) -> tuple[int, int]:
   """Returns the byte offsets of `kept` and the routing in `EpHandle.mem`.
 
   `MemParts` of ep_ffi/handlers/op_call.h describes the buffer.
   """
-  kept = (3 * params.layer.num_local_experts + 2) * 4
-  end = kept + params.num_tokens * params.layer.top_k
+  kept = (3 * sizes.L + 2) * 4
+  end = kept + sizes.T * sizes.K
   return kept, -(-end // 256) * 256
 
 
-def _prepared(params: OpParams, mem: jax.Array) -> list[jax.Array]:
+def _prepared(sizes: Sizes, mem: jax.Array) -> list[jax.Array]:
   """Returns the results of ep_prepare, which the native op writes to `mem`."""
-  L, K = params.layer.num_local_experts, params.layer.top_k
-  T = params.num_tokens
-  kept, _ = _offsets(params)
-  sizes = lax.bitcast_convert_type(mem[:kept].reshape(-1, 4), jnp.int32)
-  group_sizes, token_counts, dropped_counts = sizes[: 3 * L].reshape(3, L)
-  total, largest = sizes[3 * L :].reshape(2, 1)
+  L, T, K = sizes.L, sizes.T, sizes.K
+  kept, _ = _offsets(sizes)
+  words = lax.bitcast_convert_type(mem[:kept].reshape(-1, 4), jnp.int32)
+  group_sizes, token_counts, dropped_counts = words[: 3 * L].reshape(3, L)
+  total, largest = words[3 * L :].reshape(2, 1)
   choices = mem[kept : kept + T * K].reshape(T, K) != 0
   return [
     mem,
@@ -176,12 +197,25 @@ def _prepared(params: OpParams, mem: jax.Array) -> list[jax.Array]:
   ]
 
 
-def _place(group: GroupConfig) -> jax.Array:
+def _place(group: EpGroup) -> jax.Array:
   """Returns this rank's index among all domains' ranks, and along data axes.
 
   The native group knows each rank's device, so the group refuses a program
   whose mesh has another order of devices.
   """
-  mesh = group.mesh
-  domain_and_rank = meshes.index_of_rank(mesh, group.axis_name)
-  return jnp.stack([domain_and_rank, meshes.index(mesh, group.data_axes)])
+  others = [a for a in group.mesh.axis_names if a != group.axis_name]
+  of_axes = [*others, group.axis_name], group.data_axes
+  return jnp.stack([_index(group.mesh, axes) for axes in of_axes])
+
+
+def _index(mesh: Mesh, axes: Iterable[str]) -> jax.Array:
+  """Returns this rank's row-major index over `axes`, inside a shard_map.
+
+  Over the other axes and then the EP axis, it is an index in
+  `meshes.domains(...).flat`.
+  """
+  at: jax.Array = jnp.int32(0)
+  for axis in axes:
+    if (size := mesh.shape[axis]) > 1:
+      at = at * size + lax.axis_index(axis)
+  return at

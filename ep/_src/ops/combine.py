@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from ep._src.base import compat
-from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
-from ep._src.ops import primitives, views
+from ep._src.base.group import Sizes
+from ep._src.ops import primitives
 from ep._src.ops.dispatch import check_rows
-from ep._src.ops.handle import EpHandle, view_of
+from ep._src.ops.handle import EpHandle, opened
 from ep._src.ops.row_map import map_used_rows, weighted
+from ep._src.ops.views import mapped, RANK, TOKENS
 
 
 def ep_combine(
@@ -62,11 +63,10 @@ def ep_combine(
     ep.EpError: when the program runs, on every rank: a peer is
       gone, late, or runs another program.
   """
-  view = view_of("ep_combine", handle)
-  op, params = view.op, handle.params
-  lead = (*view.ranks, handle.capacity)
+  view, sizes = opened("ep_combine", handle)
+  op, lead = view.op, (*view.ranks, sizes.C)
   expert_out = jnp.asarray(expert_out)
-  check_rows(op, "expert_out", expert_out, params.layer)
+  check_rows(op, "expert_out", expert_out, sizes)
   if expert_out.shape[:-1] != lead:
     raise ValueError(
       f"{op}: expert_out has shape {expert_out.shape}, but"
@@ -80,46 +80,44 @@ def ep_combine(
         f" point {list(lead)} is expected: the recv_topk_weights of"
         " ep_dispatch, one for each slot."
       )
-    weights = weights.astype(jnp.float32)
-
-  out: jax.Array = view.call(
-    _combine,
-    [params, handle.token_shape],
-    [handle.mem, handle.group_sizes, expert_out, weights],
-    [views.RANK] * 4,
-    views.TOKENS,
-  )
+  static = sizes, handle.token_shape
+  operands = handle.mem, handle.group_sizes, expert_out, weights
+  out: jax.Array = combine.in_view(view, static, *operands)
   return out
 
 
-def _combine(
-  params: OpParams,
+@mapped([RANK, RANK, RANK, RANK], TOKENS)
+def combine(
+  sizes: Sizes,
   token_shape: tuple[int, ...],
   mem: jax.Array,
   group_sizes: jax.Array,
   expert_out: jax.Array,
-  weights: jax.Array | None,
+  weights: jax.Array | None = None,
 ) -> jax.Array:
+  """Sums the output rows of one rank; the arguments as in `ep_combine`."""
   operands = mem, group_sizes, expert_out
   if weights is not None:
-    (out,) = primitives.bind(weighted_combine_p, params, *operands, weights)
+    weights = weights.astype(jnp.float32)
+    (out,) = primitives.bind(weighted_combine_p, sizes, *operands, weights)
   else:
-    (out,) = primitives.bind(combine_p, params, *operands)
+    (out,) = primitives.bind(combine_p, sizes, *operands)
   return out.reshape(*token_shape, out.shape[-1])
 
 
 def _combine_types(
-  params: OpParams, slots: Any, *weights: Any
+  sizes: Sizes, mem: Any, group_sizes: Any, slots: Any, *weights: Any
 ) -> list[jax.ShapeDtypeStruct]:
-  del weights
-  shape = (params.num_tokens, slots.shape[1])
+  del mem, group_sizes, weights
+  shape = (sizes.T, slots.shape[1])
   return [jax.ShapeDtypeStruct(shape, slots.dtype)]
 
 
 def _combine_bwd_types(
-  params: OpParams, tokens: Any
+  sizes: Sizes, mem: Any, group_sizes: Any, tokens: Any
 ) -> list[jax.ShapeDtypeStruct]:
-  shape = (params.capacity, tokens.shape[1])
+  del mem, group_sizes
+  shape = (sizes.C, tokens.shape[1])
   return [jax.ShapeDtypeStruct(shape, tokens.dtype)]
 
 
@@ -158,12 +156,12 @@ def _weighted(
   x: jax.Array,
   w: jax.Array,
   *,
-  params: OpParams,
+  sizes: Sizes,
 ) -> Any:
-  if params.connection.weighs:
-    return _weighted_p.bind(mem, group_sizes, x, w, params=params)
+  if sizes.connection.weighs:
+    return _weighted_p.bind(mem, group_sizes, x, w, sizes=sizes)
   rows = map_used_rows(weighted, group_sizes, x, w)
-  return combine_p.bind(mem, group_sizes, rows, params=params)
+  return combine_p.bind(mem, group_sizes, rows, sizes=sizes)
 
 
 weighted_combine_p = primitives.composite("ep_weighted_combine_used", _weighted)
@@ -177,9 +175,9 @@ def _tangent(
   dx: jax.Array,
   dw: jax.Array,
   *,
-  params: OpParams,
+  sizes: Sizes,
 ) -> list[jax.Array]:
-  combine = functools.partial(_weighted, mem, group_sizes, params=params)
+  combine = functools.partial(_weighted, mem, group_sizes, sizes=sizes)
   return [a + b for a, b in zip(combine(dx, w), combine(x, dw), strict=True)]
 
 
@@ -189,21 +187,21 @@ weighted_tangent_p = primitives.composite(
 
 
 def _weighted_jvp(
-  primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
+  primals: Sequence[jax.Array], tangents: Sequence[Any], *, sizes: Sizes
 ) -> tuple[list[jax.Array], list[jax.Array]]:
   tangents = [*map(compat.instantiate_zeros, tangents[2:])]
   return (
-    weighted_combine_p.bind(*primals, params=params),
-    weighted_tangent_p.bind(*primals, *tangents, params=params),
+    weighted_combine_p.bind(*primals, sizes=sizes),
+    weighted_tangent_p.bind(*primals, *tangents, sizes=sizes),
   )
 
 
 def _tangent_jvp(
-  primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
+  primals: Sequence[jax.Array], tangents: Sequence[Any], *, sizes: Sizes
 ) -> tuple[list[jax.Array], list[jax.Array]]:
   *slots, x, w, dx, dw = primals
   tx, tw, tdx, tdw = map(compat.instantiate_zeros, tangents[2:])
-  tangent = functools.partial(weighted_tangent_p.bind, *slots, params=params)
+  tangent = functools.partial(weighted_tangent_p.bind, *slots, sizes=sizes)
   terms = zip(tangent(x, w, tdx, tdw), tangent(dx, dw, tx, tw), strict=True)
   return tangent(x, w, dx, dw), [a + b for a, b in terms]
 
@@ -217,12 +215,12 @@ def _tangent_transpose(
   dx: Any,
   dw: Any,
   *,
-  params: OpParams,
+  sizes: Sizes,
 ) -> list[Any]:
   del dx, dw
   cts = [*map(compat.instantiate_zeros, cts)]
-  (g,) = primitives.bind(combine_bwd_p, params, mem, group_sizes, *cts)
-  grads = map_used_rows(_gradients, group_sizes, x, w, g, tail=params.tail)
+  (g,) = primitives.bind(combine_bwd_p, sizes, mem, group_sizes, *cts)
+  grads = map_used_rows(_gradients, group_sizes, x, w, g, tail=sizes.tail)
   return [None, None, None, None, *grads]
 
 

@@ -9,12 +9,12 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import arrays, compat, quantizers
-from ep._src.base.backend import OpParams
+from ep._src.base import arrays, compat
 from ep._src.base.compat import ad
-from ep._src.base.config import LayerConfig
-from ep._src.ops import fp8_transport, primitives, views
-from ep._src.ops.handle import EpHandle, view_of
+from ep._src.base.group import Sizes
+from ep._src.ops import fp8_transport, primitives, quantizers
+from ep._src.ops.handle import EpHandle, opened
+from ep._src.ops.views import mapped, RANK, TOKENS
 
 
 @overload
@@ -107,16 +107,14 @@ def ep_dispatch(
     ep.EpError: when the program runs, on every rank: a peer is
       gone, late, or runs another program.
   """
-  view = view_of("ep_dispatch", handle)
-  op, layer, params = view.op, handle.layer, handle.params
+  view, sizes = opened("ep_dispatch", handle)
+  op = view.op
   tokens, topk_weights = jnp.asarray(tokens), jnp.asarray(topk_weights)
   given = dict(tokens=tokens, topk_weights=topk_weights)
-  if scales is None:
-    check_rows(op, "tokens", tokens, layer.config)
-  else:
+  if scales is not None:
     given["scales"] = scales = jnp.asarray(scales)
     quantizers.check_bytes(op, "tokens", tokens, scales)
-    _check_shape(op, "tokens", tokens, layer.config)
+  check_rows(op, "tokens", tokens, sizes, has_scales=scales is not None)
   for name, x in given.items():
     lead = view.lead(name, x.shape)
     if lead != handle.token_shape:
@@ -125,74 +123,66 @@ def ep_dispatch(
         f" but the handle was prepared for {handle.token_shape}; pass the"
         " tokens that its topk_idx routes."
       )
-  if topk_weights.shape[-1] != layer.top_k:
+  if topk_weights.shape[-1] != sizes.K:
     raise ValueError(
       f"{op}: topk_weights has shape {topk_weights.shape}, but [..., top_k] ="
-      f" [..., {layer.top_k}] is expected."
+      f" [..., {sizes.K}] is expected."
     )
-  arrays.check_floats(op, "topk_weights", topk_weights)
-
-  weights = topk_weights.astype(jnp.float32)
-  received = view.call(
-    _dispatch,
-    [params],
-    [handle.mem, handle.group_sizes, tokens, weights, scales],
-    [views.RANK] * 2 + [views.TOKENS] * 3,
-    views.RANK,
-  )
-  return tuple(received)
+  if topk_weights.dtype != jnp.float32:
+    arrays.check_floats(op, "topk_weights", topk_weights)
+  operands = handle.mem, handle.group_sizes, tokens, topk_weights, scales
+  return tuple(dispatch.in_view(view, [sizes], *operands))
 
 
-def _dispatch(
-  params: OpParams,
+@mapped([RANK, RANK, TOKENS, TOKENS, TOKENS], RANK)
+def dispatch(
+  sizes: Sizes,
   mem: jax.Array,
   group_sizes: jax.Array,
   tokens: jax.Array,
-  weights: jax.Array,
-  scales: jax.Array | None,
+  topk_weights: jax.Array,
+  scales: jax.Array | None = None,
 ) -> list[jax.Array]:
-  tokens, weights = (
-    x.reshape(params.num_tokens, x.shape[-1]) for x in (tokens, weights)
-  )
+  """Sends the tokens of one rank; the arguments as in `ep_dispatch`."""
+  tokens = tokens.reshape(sizes.T, tokens.shape[-1])
+  weights = topk_weights.astype(jnp.float32).reshape(sizes.T, sizes.K)
   if scales is None:
     operands = mem, group_sizes, tokens, weights
-    return primitives.bind(dispatch_p, params, *operands)
-  scales = scales.reshape(params.num_tokens, scales.shape[-1])
+    return primitives.bind(dispatch_p, sizes, *operands)
+  scales = scales.reshape(sizes.T, scales.shape[-1])
   operands = mem, group_sizes, fp8_transport.pack(tokens, scales), weights
-  packed, weights = primitives.bind(dispatch_bytes_p, params, *operands)
+  packed, weights = primitives.bind(dispatch_bytes_p, sizes, *operands)
   layout = fp8_transport.Layout.of(tokens, scales)
   tokens, scales = fp8_transport.unpack(packed, layout)
   return [tokens, weights, scales]
 
 
-def check_rows(op: str, name: str, rows: jax.Array, layer: LayerConfig) -> None:
-  """Raises unless the layer allows the dtype and size of `rows` [..., H]."""
-  group = layer.group
-  if rows.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-    raise TypeError(
-      f"{op}: {name} is {rows.dtype}, but rows are float32, bfloat16 or"
-      " float16; convert them. (Fp8 and int8 rows need scales=.)"
-    )
-  if rows.dtype.itemsize > group.max_token_dtype.itemsize:
-    raise TypeError(
-      f"{op}: {name} is {rows.dtype}, but the group's max_token_dtype is"
-      f" {group.max_token_dtype}; convert the rows, or raise it"
-      " with ep_resize."
-    )
-  _check_shape(op, name, rows, layer)
-  if layer.wire is not None:
-    quantizers.check_width(op, rows.shape[-1], layer.wire)
-
-
-def _check_shape(
-  op: str, name: str, rows: jax.Array, layer: LayerConfig
+def check_rows(
+  op: str, name: str, rows: Any, sizes: Sizes, has_scales: bool = False
 ) -> None:
+  """Raises unless the layer allows the dtype and size of `rows` [..., H].
+
+  `quantizers.check_bytes` checks the dtype of rows with scales.
+  """
+  group = sizes.group
+  if not has_scales:
+    if rows.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+      raise TypeError(
+        f"{op}: {name} is {rows.dtype}, but rows are float32, bfloat16 or"
+        " float16; convert them. (Fp8 and int8 rows need scales=.)"
+      )
+    if rows.dtype.itemsize > group.max_token_dtype.itemsize:
+      raise TypeError(
+        f"{op}: {name} is {rows.dtype}, but the group's max_token_dtype is"
+        f" {group.max_token_dtype}; convert the rows, or raise it"
+        " with ep_resize."
+      )
   if rows.ndim < 2:
     raise ValueError(
       f"{op}: {name} has shape {rows.shape}, but at least one axis of rows and"
       " the hidden axis are expected."
     )
-  hidden, most = rows.shape[-1], layer.group.hidden_dim
+  hidden, most = rows.shape[-1], group.hidden_dim
   if not hidden:
     raise ValueError(
       f"{op}: {name} has shape {rows.shape}, but a row has at least one"
@@ -203,27 +193,27 @@ def _check_shape(
       f"{op}: {name} has hidden size {hidden}, but it must be no more than the"
       f" group's hidden_dim = {most}; raise it with ep_resize."
     )
+  if sizes.wire is not None and not has_scales:
+    quantizers.check_width(op, hidden, sizes.wire)
 
 
 def _dispatch_types(
-  params: OpParams, tokens: Any, topk_weights: Any
+  sizes: Sizes, mem: Any, group_sizes: Any, tokens: Any, topk_weights: Any
 ) -> list[jax.ShapeDtypeStruct]:
-  del topk_weights
-  capacity = params.capacity
+  del mem, group_sizes, topk_weights
   return [
-    jax.ShapeDtypeStruct((capacity, tokens.shape[1]), tokens.dtype),
-    jax.ShapeDtypeStruct((capacity,), jnp.float32),
+    jax.ShapeDtypeStruct((sizes.C, tokens.shape[1]), tokens.dtype),
+    jax.ShapeDtypeStruct((sizes.C,), jnp.float32),
   ]
 
 
 def _dispatch_bwd_types(
-  params: OpParams, slots: Any, slot_weights: Any
+  sizes: Sizes, mem: Any, group_sizes: Any, slots: Any, slot_weights: Any
 ) -> list[jax.ShapeDtypeStruct]:
-  del slot_weights
-  choices = (params.num_tokens, params.layer.top_k)
+  del mem, group_sizes, slot_weights
   return [
-    jax.ShapeDtypeStruct((params.num_tokens, slots.shape[1]), slots.dtype),
-    jax.ShapeDtypeStruct(choices, jnp.float32),
+    jax.ShapeDtypeStruct((sizes.T, slots.shape[1]), slots.dtype),
+    jax.ShapeDtypeStruct((sizes.T, sizes.K), jnp.float32),
   ]
 
 
@@ -249,14 +239,14 @@ primitives.linear_op(dispatch_bytes_p, transposed=dispatch_bwd_p)
 # Dispatch of packed fp8 rows is linear only in the weights. Backends send no
 # weights without rows, so weight tangents are sent with dummy rows of size 1.
 def _dispatch_bytes_jvp(
-  primals: Sequence[jax.Array], tangents: Sequence[Any], *, params: OpParams
+  primals: Sequence[jax.Array], tangents: Sequence[Any], *, sizes: Sizes
 ) -> tuple[list[Any], list[Any]]:
   mem, group_sizes, *_ = primals
-  recv, recv_weights = dispatch_bytes_p.bind(*primals, params=params)
-  rows = jnp.zeros((params.num_tokens, 1), jnp.float32)
+  recv, recv_weights = dispatch_bytes_p.bind(*primals, sizes=sizes)
+  rows = jnp.zeros((sizes.T, 1), jnp.float32)
   tangent = compat.instantiate_zeros(tangents[3])
   operands = mem, group_sizes, rows, tangent
-  _, tangent = primitives.bind(dispatch_bytes_p, params, *operands)
+  _, tangent = primitives.bind(dispatch_bytes_p, sizes, *operands)
   return [recv, recv_weights], [compat.zero_tangent(recv), tangent]
 
 

@@ -24,16 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base.arrays import iota
-from ep._src.base.config import LayerConfig
+from ep._src.base.group import Sizes
 
 
 def assign(
-  layer: LayerConfig, topk_idx: jax.Array, weights: jax.Array
+  sizes: Sizes, topk_idx: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Assigns rows to the choices of a rank. Collective over the EP domain.
 
   Args:
-    layer: the layer's configuration.
+    sizes: the sizes of the op.
     topk_idx: int [T, K], in -1..E-1 and distinct within a token.
     weights: float [T, K].
 
@@ -42,25 +42,25 @@ def assign(
     of the domain's choices of each local expert that are dropped.
   """
   # Layers that differ only by name share one traced function.
-  nameless = dataclasses.replace(layer, name="any")
+  nameless = dataclasses.replace(sizes, name="any", fingerprint=0)
   kept: tuple[jax.Array, jax.Array] = _assign(nameless, topk_idx, weights)
   return kept
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _assign(
-  layer: LayerConfig, topk_idx: jax.Array, weights: jax.Array
+  sizes: Sizes, topk_idx: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  axis = layer.group.axis_name
+  axis = sizes.group.axis_name
   ids = topk_idx.astype(jnp.int32)
   shared = jnp.stack([ids, _by_weight(weights)], axis=2)
-  if layer.ep_size > 1:
+  if sizes.P > 1:
     shared = lax.all_gather(shared, axis, tiled=True)
-  blocks = layer.capacity_for(len(ids)) // layer.alignment
+  blocks = sizes.C // sizes.alignment
   last, dropped_counts = _last_kept(
-    layer, blocks, shared[..., 0].reshape(-1), shared[..., 1].reshape(-1)
+    sizes, blocks, shared[..., 0].reshape(-1), shared[..., 1].reshape(-1)
   )
-  me, L = lax.axis_index(axis), layer.num_local_experts
+  me, L = lax.axis_index(axis), sizes.L
   order = lax.dynamic_slice_in_dim(shared[..., 1], me * len(ids), len(ids))
   place = me * ids.size + iota(ids.size).reshape(ids.shape)
   of_expert = jax.tree.map(lambda x: x[ids], last)
@@ -95,7 +95,7 @@ class _Last(NamedTuple):
 
 
 def _last_kept(
-  layer: LayerConfig, blocks: int, experts: jax.Array, order: jax.Array
+  sizes: Sizes, blocks: int, experts: jax.Array, order: jax.Array
 ) -> tuple[_Last, jax.Array]:
   """Assigns the row blocks of all ranks, `blocks` per rank, to choices [n].
 
@@ -103,14 +103,14 @@ def _last_kept(
   the last choice that each expert keeps, and int32 [V], the number of dropped
   choices of each expert.
   """
-  P, V = layer.ep_size, layer.group.num_expert_slots
+  P, V = sizes.P, sizes.V
   experts, place = jnp.where(experts < 0, V, experts), iota(experts.size)
   expert, order, place = lax.sort((experts, order, place), num_keys=3)
   start = jnp.searchsorted(expert, iota(V + 1)).astype(jnp.int32)
   wanted = jnp.diff(start)
-  wants = -(-wanted // layer.alignment)  # in blocks
+  wants = -(-wanted // sizes.alignment)  # in blocks
   quota = _quota(blocks, wants.reshape(P, -1))
-  kept = jnp.minimum(wanted, quota.reshape(V) * layer.alignment)
+  kept = jnp.minimum(wanted, quota.reshape(V) * sizes.alignment)
   at = start[:-1] + kept - 1
   least = np.int32(np.iinfo(np.int32).min)
   last = _Last(

@@ -10,8 +10,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import compat, quantizers
-from ep._src.base.backend import OpParams
+from ep._src.base import compat
+from ep._src.base.group import Sizes
+from ep._src.ops import quantizers
 from ep._src.ops.row_map import map_used_rows
 
 
@@ -57,8 +58,7 @@ def unpack(packed: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
 
 def send(
   of_bytes: compat.Primitive,
-  format: str,
-  params: OpParams,
+  sizes: Sizes,
   mem: jax.Array,
   group_sizes: jax.Array,
   rows: jax.Array,
@@ -68,15 +68,16 @@ def send(
 
   Returns the received rows and, if `weights` are given, the received weights.
   """
-  quantized = quantizers.quantize(rows, format)
+  assert sizes.wire is not None
+  quantized = quantizers.quantize(rows, sizes.wire)
   received, *weights = of_bytes.bind(
-    mem, group_sizes, pack(*quantized), *weights, params=params
+    mem, group_sizes, pack(*quantized), *weights, sizes=sizes
   )
   # Two loops: in one loop, XLA:CPU would recompute a scale for each element.
   layout = Layout.of(*quantized)
   factors = map_used_rows(_Factors(layout), group_sizes, received)
   read = _Rows(layout, rows.dtype)
-  rows = map_used_rows(read, group_sizes, received, factors, tail=params.tail)
+  rows = map_used_rows(read, group_sizes, received, factors, tail=sizes.tail)
   return [rows, *weights]
 
 

@@ -5,17 +5,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax
 
 from ep._src.base import arguments
-from ep._src.base.backend import OpParams
-from ep._src.group.group import EpLayerConfig
-from ep._src.ops import views
-from ep._src.ops.views import View
+from ep._src.base.group import Sizes
+from ep._src.base.layer import EpLayerConfig
+from ep._src.ops.views import RANK, TOKENS, View
 
-# Tell `View.call` how to shard each array of an `EpHandle`.
-LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS]
+
+class Routing(NamedTuple):
+  """The arrays of an `EpHandle`, as the functions of one rank pass them."""
+
+  mem: jax.Array
+  group_sizes: jax.Array
+  token_counts: jax.Array
+  total_recv_tokens: jax.Array
+  dropped_counts: jax.Array
+  max_recv_tokens: jax.Array
+  kept: jax.Array
+
+
+# How `RankFunction.in_view` shards the arrays.
+ROUTING_KINDS: Any = Routing._make([RANK] * 6 + [TOKENS])
 
 
 @jax.tree_util.register_dataclass
@@ -65,50 +78,40 @@ class EpHandle:
   token_shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
   @property
-  def leaves(self) -> list[jax.Array]:
-    """The arrays of the handle, in the order of `LEAF_KINDS`."""
-    fields = dataclasses.fields(self)
-    return [getattr(self, field.name) for field in fields if not field.kw_only]
-
-  @property
   def capacity(self) -> int:
     """C: the most rows that a rank can receive; the length of `recv_tokens`."""
     return self.layer.capacity_for(math.prod(self.token_shape))
 
-  @property
-  def params(self) -> OpParams:
-    """The parameters of the ops that take this handle."""
-    return self.layer.op_params(math.prod(self.token_shape))
 
-
-def view_of(name: str, handle: EpHandle) -> View:
-  """Returns the view in which the op `name` is called with a handle.
+def opened(name: str, handle: EpHandle) -> tuple[View, Sizes]:
+  """Returns the view in which the op `name` is called, and the op's sizes.
 
   Raises:
     TypeError: `handle` is no EpHandle.
     ValueError: the handle's arrays do not fit its layer, its tokens or the
       view; or as in `View.of`.
   """
-  check_handle(name, handle)
-  layer, params = handle.layer, handle.params
+  if not isinstance(handle, EpHandle):
+    check_handle(name, handle)
+  layer = handle.layer
   view = View.of(layer.group, f'{name}(layer "{layer.name}")')
-  for field, size, dtype in (
-    ("mem", params.connection.mem_bytes(params), "uint8"),
-    ("group_sizes", layer.num_local_experts, "int32"),
+  sizes = layer.sizes(math.prod(handle.token_shape))
+  for field, x, size, dtype in (
+    ("mem", handle.mem, sizes.mem_bytes, "uint8"),
+    ("group_sizes", handle.group_sizes, sizes.L, "int32"),
   ):
-    x = getattr(handle, field)
-    arguments.check(
-      (x.shape, x.dtype) == ((*view.ranks, size), dtype),
-      view.op,
-      f"handle.{field} is {x.dtype} {list(x.shape)}, but {dtype}"
-      f" {[*view.ranks, size]} is expected"
-      f" {'inside' if view.is_local else 'outside'} jax.shard_map; pass the"
-      " handle that ep_prepare returned there for this layer and these tokens.",
-    )
-  return view
+    if x.shape != (*view.ranks, size) or x.dtype != dtype:
+      raise ValueError(
+        f"{view.op}: handle.{field} is {x.dtype} {list(x.shape)}, but {dtype}"
+        f" {[*view.ranks, size]} is expected"
+        f" {'inside' if view.is_local else 'outside'} jax.shard_map; pass the"
+        " handle that ep_prepare returned there for this layer and these"
+        " tokens."
+      )
+  return view, sizes
 
 
-def check_handle(op: str, handle: EpHandle) -> None:
+def check_handle(op: str, handle: Any) -> None:
   """Raises `TypeError` unless `handle` is an EpHandle."""
   cure = "pass what ep_prepare returned"
   arguments.check_type(op, "handle", handle, EpHandle, cure)

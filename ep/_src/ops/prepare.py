@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arguments, arrays
-from ep._src.base.backend import OpParams
-from ep._src.base.identities import keep_routing
-from ep._src.group.group import check_layer, EpLayerConfig
-from ep._src.ops import drop_policy, primitives, views
-from ep._src.ops.handle import EpHandle, LEAF_KINDS
-from ep._src.ops.views import View
+from ep._src.base import arguments, arrays, compat, primitive
+from ep._src.base.group import Sizes
+from ep._src.base.layer import check_layer, EpLayerConfig
+from ep._src.ops import drop_policy, primitives
+from ep._src.ops.handle import EpHandle, Routing, ROUTING_KINDS
+from ep._src.ops.views import mapped, TOKENS, View
+
+_Tree = TypeVar("_Tree")
 
 
 def ep_prepare(
@@ -66,6 +67,40 @@ def ep_prepare(
   check_layer("ep_prepare", layer)
   op = f'ep_prepare(layer "{layer.name}")'
   topk_idx = arrays.array(op, "topk_idx", topk_idx)
+  if topk_weights is not None:
+    topk_weights = jnp.asarray(topk_weights)
+  check_choices(op, layer, topk_idx, topk_weights)
+  arguments.check(
+    layer.overflow != "chunk",
+    op,
+    'overflow = "chunk" sends the tokens of a layer in several exchanges, but'
+    " this op makes one; call ep.MoE or ep.moe_layer, or give it a layer of"
+    ' overflow="drop" or "error".',
+  )
+  view = View.of(layer.group, op)
+  token_shape = view.lead("topk_idx", topk_idx.shape)
+  layer.check_tokens(op, math.prod(token_shape))
+  sizes = layer.sizes(math.prod(token_shape))
+  arguments.check(
+    topk_weights is not None or not sizes.fair or layer.drop_by is None,
+    op,
+    'drop_by = "fair" keeps the choices of an expert that have the largest'
+    " weights, but topk_weights is None; pass the weights of topk_idx.",
+  )
+  if not sizes.fair:
+    topk_weights = None
+  routing = prepare.in_view(view, [sizes], topk_idx, topk_weights)
+  layer.group.connection.saw(routing.mem)
+  return EpHandle(*routing, layer=layer, token_shape=token_shape)
+
+
+def check_choices(
+  op: str,
+  layer: EpLayerConfig,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array | None,
+) -> None:
+  """Raises unless these are the choices of a layer, and their weights."""
   if topk_idx.dtype not in (jnp.int32, jnp.int64):
     raise TypeError(
       f"{op}: topk_idx is {topk_idx.dtype}, but expert ids are int32 or int64;"
@@ -77,66 +112,63 @@ def ep_prepare(
     f"topk_idx has shape {topk_idx.shape}, but [..., top_k] ="
     f" [..., {layer.top_k}] with at least one axis of tokens is expected.",
   )
+  if topk_weights is None:
+    return
   arguments.check(
-    layer.overflow != "chunk",
+    topk_weights.shape == topk_idx.shape,
     op,
-    'overflow = "chunk" sends the tokens of a layer in several exchanges, but'
-    " this op makes one; call ep.MoE or ep.moe_layer, or give it a layer of"
-    ' overflow="drop" or "error".',
+    f"topk_weights has shape {topk_weights.shape}, but topk_idx"
+    f" {topk_idx.shape}; pass a weight for each id.",
   )
-  view = View.of(layer.group, op)
-  token_shape = view.lead("topk_idx", topk_idx.shape)
-  params = layer.op_params(math.prod(token_shape))
-  layer.config.check_tokens(op, params.num_tokens)
-  is_fair = layer.config.drops_fairly
-  arguments.check(
-    topk_weights is not None or not is_fair or layer.drop_by is None,
-    op,
-    'drop_by = "fair" keeps the choices of an expert that have the largest'
-    " weights, but topk_weights is None; pass the weights of topk_idx.",
-  )
-  if topk_weights is not None:
-    topk_weights = lax.stop_gradient(jnp.asarray(topk_weights))
-    arguments.check(
-      topk_weights.shape == topk_idx.shape,
-      op,
-      f"topk_weights has shape {topk_weights.shape}, but topk_idx"
-      f" {topk_idx.shape}; pass a weight for each id.",
-    )
-    arrays.check_floats(op, "topk_weights", topk_weights)
-  if not is_fair:
-    topk_weights = None
-
-  leaves = view.call(
-    _prepare,
-    [params],
-    [topk_idx, topk_weights],
-    [views.TOKENS] * 2,
-    LEAF_KINDS,
-  )
-  leaves = keep_routing(leaves)
-  layer.group.connection.saw(leaves[0])
-  return EpHandle(*leaves, layer=layer, token_shape=token_shape)
+  arrays.check_floats(op, "topk_weights", topk_weights)
 
 
-def _prepare(
-  params: OpParams, topk_idx: jax.Array, topk_weights: jax.Array | None
-) -> list[jax.Array]:
-  """Returns the arrays of the `EpHandle`."""
-  layer = params.layer
-  ids = topk_idx.reshape(params.num_tokens, layer.top_k)
-  may_overflow = layer.worst_case(params.num_tokens) > params.capacity
-  if may_overflow and layer.drops_fairly and topk_weights is not None:
-    weights = topk_weights.reshape(ids.shape)
-    leaves = primitives.bind(assigned_prepare_p, params, ids, weights)
+def keep_routing(x: _Tree) -> _Tree:
+  """Returns x; makes `jax.checkpoint`, with any policy, save x.
+
+  A router that ran again in the backward pass could choose other experts: XLA
+  keeps some bfloat16 values in float32 where it fuses operations, and rounds
+  them where it does not, so near ties of logits may change their order. With
+  this function, the backward pass of a block has the routing that its forward
+  pass chose. `ep.route_topk` and `ep_prepare` call it. A router of your own
+  must call it before anything reads the experts:
+
+      topk_idx = ep.keep_routing(my_router(x))
+
+  Args:
+    x: an array, or a pytree of arrays, without a gradient.
+
+  Returns:
+    x, with the same values.
+  """
+  kept: _Tree
+  kept = jax.tree.map(lambda x: _keep_p.bind(lax.stop_gradient(x))[0], x)
+  return kept
+
+
+_keep_p = primitive.new("ep_keep", lambda x: [x], lambda ctx, x: [x])
+_keep_p.def_impl(lambda x: [x])
+primitive.batch_elementwise(_keep_p)
+compat.run_once_in_remat(_keep_p)
+
+
+@mapped([TOKENS, TOKENS], ROUTING_KINDS)
+def prepare(
+  sizes: Sizes, topk_idx: jax.Array, topk_weights: jax.Array | None
+) -> Routing:
+  """Exchanges the routing of one rank; the arguments as in `ep_prepare`."""
+  ids = topk_idx.reshape(sizes.T, sizes.K)
+  if sizes.fair and topk_weights is not None and sizes.worst_case() > sizes.C:
+    weights = lax.stop_gradient(topk_weights).reshape(ids.shape)
+    leaves = primitives.bind(assigned_prepare_p, sizes, ids, weights)
   else:
-    leaves = primitives.bind(prepare_p, params, ids)
-  *sizes, kept = leaves
-  return [*sizes, kept.reshape(topk_idx.shape)]
+    leaves = primitives.bind(prepare_p, sizes, ids)
+  *others, kept = leaves
+  return keep_routing(Routing._make([*others, kept.reshape(topk_idx.shape)]))
 
 
 def _assigned_prepare(
-  ids: jax.Array, weights: jax.Array, *, params: OpParams
+  ids: jax.Array, weights: jax.Array, *, sizes: Sizes
 ) -> list[jax.Array]:
   """Prepares all choices; if rows overflow, prepares the kept choices again.
 
@@ -145,45 +177,40 @@ def _assigned_prepare(
   not wait. If the first `prepare_p` fails without terminating the program, it
   returns totals of -1, and `assign` does not run.
   """
-  first = prepare_p.bind(ids, params=params)
+  first = prepare_p.bind(ids, sizes=sizes)
   *_, wanted_here, _, wanted, _ = first
 
   def assigned() -> list[jax.Array]:
-    chosen, dropped_counts = drop_policy.assign(params.layer, ids, weights)
-    *sizes, total, _, largest, kept = prepare_p.bind(chosen, params=params)
+    chosen, dropped_counts = drop_policy.assign(sizes, ids, weights)
+    *others, total, _, largest, kept = prepare_p.bind(chosen, sizes=sizes)
     failed = total < 0
     return [
-      *sizes,
+      *others,
       jnp.where(failed, total, wanted_here),
       dropped_counts,
       jnp.where(failed, largest, wanted),
       kept,
     ]
 
-  is_over = wanted[0] > params.capacity
+  is_over = wanted[0] > sizes.C
   leaves: list[jax.Array] = lax.cond(is_over, assigned, lambda: first)
   return leaves
 
 
 def _out_types(
-  params: OpParams, topk_idx: Any, weights: Any = None
+  sizes: Sizes, topk_idx: Any, weights: Any = None
 ) -> list[jax.ShapeDtypeStruct]:
   del topk_idx, weights
-  layer = params.layer
-  per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
+  per_expert = jax.ShapeDtypeStruct((sizes.L,), jnp.int32)
   per_rank = jax.ShapeDtypeStruct((1,), jnp.int32)
-  try:
-    mem_bytes = params.connection.mem_bytes(params)
-  except ValueError as e:
-    raise ValueError(f'ep_prepare(layer "{layer.name}"): {e}') from e
   return [
-    jax.ShapeDtypeStruct((mem_bytes,), jnp.uint8),
+    jax.ShapeDtypeStruct((sizes.mem_bytes,), jnp.uint8),
     per_expert,
     per_expert,
     per_rank,
     per_expert,
     per_rank,
-    jax.ShapeDtypeStruct((params.num_tokens, layer.top_k), jnp.bool_),
+    jax.ShapeDtypeStruct((sizes.T, sizes.K), jnp.bool_),
   ]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the JAX primitives of the ops, and declares their linearity.
 
-Each primitive has one parameter, the frozen `OpParams`. Its operands are the
+Each primitive has one parameter, the frozen `Sizes`. Its operands are the
 arrays of one rank. A *mover* is an op that sends rows. Its operands are the
 handle's `mem` and `group_sizes`, then arrays `xs`, in which it is linear.
 `linear_op` declares its transpose. JAX then has forward mode, reverse mode,
@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from ep._src.base import compat, primitive
-from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
+from ep._src.base.group import Sizes
 from ep._src.ops import fp8_transport
 
 OutTypes = Callable[..., Sequence[jax.ShapeDtypeStruct]]
@@ -27,11 +27,11 @@ OutTypes = Callable[..., Sequence[jax.ShapeDtypeStruct]]
 def op(name: str, out_types: OutTypes) -> compat.Primitive:
   """Makes the primitive `name`, which the group's connection lowers.
 
-  `out_types(params, *operands)` returns shapes and dtypes of the outputs.
+  `out_types(sizes, *operands)` returns shapes and dtypes of the outputs.
   """
 
-  def lower(ctx: Any, *operands: Any, params: OpParams) -> Any:
-    return params.connection.lower(name, ctx, *operands, params=params)
+  def lower(ctx: Any, *operands: Any, sizes: Sizes) -> Any:
+    return sizes.connection.lower(name, ctx, *operands, sizes=sizes)
 
   return _new(name, out_types, lower)
 
@@ -47,30 +47,23 @@ def mover(
 
   Args:
     name: the name of the primitive; its operands are `(mem, group_sizes, *xs)`.
-    out_types: `out_types(params, *xs)` returns the types of the outputs.
+    out_types: `out_types(sizes, *operands)` returns the types of the outputs.
     target: the name by which the connection lowers the op; None is `name`.
     of_bytes: the same op for packed fp8 rows, for layers with a `wire` format.
   """
 
-  def types(
-    params: OpParams, mem: Any, group_sizes: Any, *xs: Any
-  ) -> Sequence[jax.ShapeDtypeStruct]:
-    del mem, group_sizes
-    return out_types(params, *xs)
-
   def lower(
-    ctx: Any, mem: Any, group_sizes: Any, *xs: Any, params: OpParams
+    ctx: Any, mem: Any, group_sizes: Any, *xs: Any, sizes: Sizes
   ) -> Any:
-    format = params.layer.wire
-    if of_bytes is not None and format is not None:
-      send = functools.partial(fp8_transport.send, of_bytes, format, params)
+    if of_bytes is not None and sizes.wire is not None:
+      send = functools.partial(fp8_transport.send, of_bytes, sizes)
       return compat.lower_local(send)(ctx, mem, group_sizes, *xs)
     of_mem, _, *of_xs = ctx.avals_in
     ctx = ctx.replace(avals_in=[of_mem, *of_xs])
-    lower_op = params.connection.lower
-    return lower_op(target or name, ctx, mem, *xs, params=params)
+    lower_op = sizes.connection.lower
+    return lower_op(target or name, ctx, mem, *xs, sizes=sizes)
 
-  return _new(name, types, lower)
+  return _new(name, out_types, lower)
 
 
 def composite(
@@ -78,14 +71,14 @@ def composite(
   fn: Callable[..., Sequence[jax.Array]],
   out_types: OutTypes | None = None,
 ) -> compat.Primitive:
-  """Makes a primitive of a function `fn(*operands, params=...)` that calls ops.
+  """Makes a primitive of a function `fn(*operands, sizes=...)` that calls ops.
 
   The collectives of `fn` get the named scope `name`. The caller declares the
   derivatives. Without `out_types`, JAX derives the output types from `fn`.
   """
 
-  def derived(params: OpParams, *avals: Any) -> Any:
-    return jax.eval_shape(functools.partial(fn, params=params), *avals)
+  def derived(sizes: Sizes, *avals: Any) -> Any:
+    return jax.eval_shape(functools.partial(fn, sizes=sizes), *avals)
 
   lower = compat.lower_local(jax.named_scope(name)(fn))
   return _new(name, out_types or derived, lower)
@@ -94,8 +87,8 @@ def composite(
 def _new(
   name: str, out_types: OutTypes, lower: Callable[..., Any]
 ) -> compat.Primitive:
-  def types(*avals: Any, params: OpParams) -> list[Any]:
-    outs = out_types(params, *avals)
+  def types(*avals: Any, sizes: Sizes) -> list[Any]:
+    outs = out_types(sizes, *avals)
     return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
 
   # Lowering gives each op a unique position, so JAX must not cache lowerings.
@@ -103,14 +96,14 @@ def _new(
 
 
 def bind(
-  primitive: compat.Primitive, params: OpParams, *operands: jax.Array
+  primitive: compat.Primitive, sizes: Sizes, *operands: jax.Array
 ) -> list[jax.Array]:
   """Binds the primitive of an op to the arrays of one rank."""
-  params.connection.check_open(primitive.name)
-  operands = compat.vary_together(
-    *operands, axes=[params.layer.group.axis_name]
-  )
-  outs: list[jax.Array] = primitive.bind(*operands, params=params)
+  if not sizes.connection.is_open:
+    sizes.connection.check_open(primitive.name)
+  axes = [sizes.group.axis_name]
+  operands = compat.vary_together(*operands, axes=axes)
+  outs: list[jax.Array] = primitive.bind(*operands, sizes=sizes)
   return outs
 
 
@@ -123,20 +116,20 @@ def linear_op(
   """
 
   def jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, params: OpParams
+    primals: Sequence[Any], tangents: Sequence[Any], *, sizes: Sizes
   ) -> tuple[list[Any], list[Any]]:
     mem, group_sizes, *_ = primals
     ts = map(compat.instantiate_zeros, tangents[2:])
     return (
-      primitive.bind(*primals, params=params),
-      primitive.bind(mem, group_sizes, *ts, params=params),
+      primitive.bind(*primals, sizes=sizes),
+      primitive.bind(mem, group_sizes, *ts, sizes=sizes),
     )
 
   def transpose(
-    cts: Sequence[Any], mem: Any, group_sizes: Any, *_: Any, params: OpParams
+    cts: Sequence[Any], mem: Any, group_sizes: Any, *_: Any, sizes: Sizes
   ) -> list[Any]:
     cts = [*map(compat.instantiate_zeros, cts)]
-    return [None, None, *bind(transposed, params, mem, group_sizes, *cts)]
+    return [None, None, *bind(transposed, sizes, mem, group_sizes, *cts)]
 
   ad.primitive_jvps[primitive] = jvp
   ad.primitive_transposes[primitive] = transpose

@@ -27,11 +27,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ep._src.base import arguments, compat, contexts
-from ep._src.base.backend import Connection
-from ep._src.base.config import GroupConfig, LayerConfig
-from ep._src.base.meshes import has_devices, Mesh
-from ep._src.group.group import EpGroup, EpLayerConfig
+from ep._src.base import arguments, compat
+from ep._src.base.group import Connection, EpGroup
+from ep._src.base.meshes import Mesh
 
 TOKENS = "tokens"
 RANK = "rank"
@@ -45,13 +43,15 @@ class View:
 
   Attributes:
     group: the group whose ranks run the op.
-    op: the name of the op, for messages.
+    op: the name of the op and its layer, for messages.
     mesh: the mesh of the global view; None in the local view.
+    ranks: the leading dims of rank arrays: (R,), or () in the local view.
   """
 
   group: EpGroup
   op: str
   mesh: Mesh | None
+  ranks: tuple[int, ...]
 
   @classmethod
   def of(cls, group: EpGroup, op: str) -> View:
@@ -61,15 +61,18 @@ class View:
       ValueError: the mesh in context does not fit the group.
       RuntimeError: the group cannot be used; see `Connection.check_open`.
     """
-    group.connection.check_open(op)
+    if not group.connection.is_open:
+      group.connection.check_open(op)
     mesh = compat.context_mesh()
-    if mesh is not None:
-      _check_mesh(group, op, mesh)
-    manual = compat.manual_axes()
-    if mesh is None or group.axis_name not in manual:
-      return cls(group, op, mesh or group.mesh)
+    if mesh is None:
+      return cls(group, op, group.mesh, (group.num_token_ranks,))
+    _check_mesh(group, op, mesh)
+    if group.axis_name not in mesh.manual_axes:
+      return cls(group, op, mesh, (group.num_token_ranks,))
     automatic = [
-      a for a in mesh.axis_names if a not in manual and mesh.shape[a] > 1
+      a
+      for a in mesh.axis_names
+      if a not in mesh.manual_axes and mesh.shape[a] > 1
     ]
     if automatic:
       raise ValueError(
@@ -77,17 +80,12 @@ class View:
         " works on the arrays of one device. Make all axes manual in"
         " jax.shard_map, or call the op outside of it."
       )
-    return cls(group, op, None)
+    return cls(group, op, None, ())
 
   @property
   def is_local(self) -> bool:
     """Whether the op works on the arrays of one rank."""
     return self.mesh is None
-
-  @property
-  def ranks(self) -> tuple[int, ...]:
-    """The leading dims of rank arrays in this view: () or (R,)."""
-    return () if self.is_local else (self.group.num_token_ranks,)
 
   def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the leading dims (all but the last) of one rank's tokens.
@@ -98,9 +96,9 @@ class View:
       ValueError: the first axis cannot be split over the ranks.
     """
     lead = tuple(shape[:-1])
-    if self.is_local:
+    if not self.ranks:
       return lead
-    ranks = self.group.num_token_ranks
+    (ranks,) = self.ranks
     if not lead or lead[0] % ranks:
       raise ValueError(
         f"{self.op}: {name} has shape {tuple(shape)}, whose first axis cannot"
@@ -112,59 +110,125 @@ class View:
       )
     return (lead[0] // ranks, *lead[1:])
 
-  def call(
-    self,
-    local_fn: Callable[..., Any],
-    static: Sequence[Hashable],
-    args: Sequence[Any],
-    in_kinds: Sequence[Any],
-    out_kinds: Any,
-    *,
-    keep: bool = True,
-    is_layer: bool = False,
-  ) -> Any:
-    """Runs `local_fn(*static, *args)` in this view and returns its result.
 
-    Calls that differ only in `args` share a jitted program: outside of
-    `jax.jit`, only the first call compiles. Inside `jax.jit`, JAX inlines the
-    program, so each op gets a unique position. The group's connection caches
-    the program. A program that refers to a layer would keep the group open, so
-    it refers to the `LayerConfig` of the layer.
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankFunction:
+  """A function of one rank's arrays, which `in_view` maps over the ranks.
+
+  Attributes:
+    of_rank: the function, which a program of one rank calls directly. Its first
+      arguments are static.
+    inputs: a function of the static arguments. For each other argument it
+      returns TOKENS, RANK, EXPERTS, REPLICATED or a `PartitionSpec`, or a
+      pytree of these that is a prefix of the argument.
+    outputs: the same for the result.
+    is_layer: whether the caller gives the result the sharding of the tokens.
+      Then JAX may reshard tokens along Explicit axes by a collective that
+      `ep.assert_no_hidden_collectives` allows.
+  """
+
+  of_rank: Callable[..., Any]
+  inputs: Callable[..., Sequence[Any]]
+  outputs: Callable[..., Any]
+  is_layer: bool
+
+  def in_view(
+    self, view: View, static: Sequence[Hashable], *args: Any, keep: bool = True
+  ) -> Any:
+    """Runs the function in a view and returns its result.
+
+    The calls that differ only in `args` share a jitted program, which the
+    group's connection caches. Outside of `jax.jit`, the first of them compiles.
+    Inside, the first of them is traced, and JAX inlines the program in each, so
+    that each op gets a unique position.
 
     Args:
-      local_fn: a module-level function of a rank's arrays; a closure would be a
-        new function, and compile, in each call. Messages name its parameters.
-      static: the first arguments of `local_fn`.
-      args: the other arguments of `local_fn`, which are pytrees of arrays.
-      in_kinds: for each of `args` TOKENS, RANK, EXPERTS, REPLICATED or a
-        `PartitionSpec`, or a pytree of these that is a prefix of the argument.
-      out_kinds: the same for the result.
+      view: the view. Its `op` names the program.
+      static: the static arguments. They refer to no `EpGroup`, because a
+        program would keep it open.
+      *args: the other arguments, which are pytrees of arrays.
       keep: whether to cache the program. It must be False if `static` refers
         to traced values.
-      is_layer: whether the caller gives the result the sharding of the tokens.
-        Then JAX may reshard tokens along Explicit axes by a collective that
-        `ep.assert_no_hidden_collectives` allows.
     """
-    group, op = self.group, self.op
-    names = local_fn.__code__.co_varnames[len(static) :]
-    check = _check_copies if self.is_local else _check_places
-    check(group, op, names, args, in_kinds)
-    kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
-    cached = functools.partial(group.connection.cached, _program)
-    make = cached if keep else _program
-    program = make(
-      op.partition("(")[0],
-      is_layer,
-      local_fn,
-      tuple(x.config if isinstance(x, EpLayerConfig) else x for x in static),
-      group.connection,
-      self.mesh,
-      tuple(kinds),
-      tree,
-      compat.in_a_program(),
-      contexts.tail("unspecified"),
-    )
-    return program(*args)
+    names = self.of_rank.__code__.co_varnames[len(static) :]
+    check = _check_places if view.ranks else _check_copies
+    check(view.group, view.op, names, args, self.inputs(*static))
+    name, connection = view.op.partition("(")[0], view.group.connection
+    make: Callable[..., Any] = _program
+    if keep:
+      make = functools.partial(connection.cached, _program)
+    key = self, name, connection, view.mesh, compat.in_a_program()
+    return make(*key, *static)(*args)
+
+
+def mapped(
+  inputs: Any, outputs: Any, is_layer: bool = False
+) -> Callable[[Callable[..., Any]], RankFunction]:
+  """Decorates a function of one rank's arrays; see `RankFunction`.
+
+  `inputs` and `outputs` may also be values, for any static arguments.
+  """
+
+  def of_static(kinds: Any) -> Callable[..., Any]:
+    return kinds if callable(kinds) else lambda *_: kinds
+
+  kinds = of_static(inputs), of_static(outputs)
+  return lambda of_rank: RankFunction(of_rank, *kinds, is_layer)
+
+
+def _program(
+  fn: RankFunction,
+  name: str,
+  connection: Connection,
+  mesh: Mesh | None,
+  inline: bool,
+  *static: Any,
+) -> Callable[..., Any]:
+  """Returns the program of `in_view`; `mesh` is None in a local view."""
+  if mesh is None:
+    local = functools.partial(fn.of_rank, *static)
+    local.__name__ = name  # type: ignore[attr-defined]
+    return jax.jit(local, inline=inline)
+  inputs, outputs = tuple(fn.inputs(*static)), fn.outputs(*static)
+  specs = _specs(connection.group, inputs)
+
+  def of_rank(*args: Any) -> Any:
+    args = jax.tree.map(_without_axis, inputs, args)
+    return jax.tree.map(_with_axis, outputs, fn.of_rank(*static, *args))
+
+  of_rank.__name__ = name
+  of_arrays = jax.shard_map(
+    of_rank,
+    mesh=mesh,
+    in_specs=specs,
+    out_specs=_specs(connection.group, outputs),
+  )
+  if AxisType.Explicit not in mesh.axis_types:
+    return jax.jit(of_arrays, inline=inline)
+
+  def place(kind: Any, spec: PartitionSpec, arrays: Any) -> Any:
+    # ep.assert_no_hidden_collectives knows the collective by its name.
+    allowed = fn.is_layer and kind == TOKENS
+    with jax.named_scope("ep_reshard") if allowed else nullcontext():
+      return resharded(mesh, spec, arrays)
+
+  def of_any_arrays(*args: Any) -> Any:
+    return of_arrays(*jax.tree.map(place, inputs, specs, args))
+
+  of_any_arrays.__name__ = name
+  return jax.jit(of_any_arrays, inline=inline)
+
+
+def _without_axis(kind: Any, arrays: Any) -> Any:
+  """Drops the axis of ranks, of size 1, from rank arrays."""
+  if kind != RANK:
+    return arrays
+  return jax.tree.map(lambda x: x.reshape(x.shape[1:]), arrays)
+
+
+def _with_axis(kind: Any, arrays: Any) -> Any:
+  """Inverts `_without_axis`."""
+  return jax.tree.map(lambda x: x[None], arrays) if kind == RANK else arrays
 
 
 def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
@@ -181,69 +245,6 @@ def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
     )
   if devices := compat.concrete_context_mesh():
     group.connection.check_places(op, devices)
-
-
-def _program(
-  name: str,
-  is_layer: bool,
-  local_fn: Callable[..., Any],
-  static: tuple[Hashable, ...],
-  connection: Connection,
-  mesh: Mesh | None,
-  kinds: tuple[Any, ...],
-  tree: Any,
-  inline: bool,
-  tail: str,
-) -> Callable[..., Any]:
-  """Returns the jitted program of `View.call`; `mesh` is None in a local view.
-
-  `tail` is unused, but must be part of the key of the program cache.
-  """
-  del tail
-  group = connection.group
-
-  def fn(*args: Any) -> Any:
-    made = (
-      EpLayerConfig.of(connection, x) if isinstance(x, LayerConfig) else x
-      for x in static
-    )
-    return local_fn(*made, *args)
-
-  if mesh is not None:
-    of_rank = fn
-    in_kinds, out_kinds = jax.tree.unflatten(tree, kinds)
-
-    def of_ranks(*args: Any) -> Any:
-      args = _on_rank_arrays(lambda x: x.reshape(x.shape[1:]), in_kinds, args)
-      return _on_rank_arrays(lambda x: x[None], out_kinds, of_rank(*args))
-
-    in_specs = _specs(group, in_kinds)
-    mapped = jax.shard_map(
-      of_ranks,
-      mesh=mesh,
-      in_specs=in_specs,
-      out_specs=_specs(group, out_kinds),
-    )
-
-    def place(kind: Any, spec: PartitionSpec, arrays: Any) -> Any:
-      # ep.assert_no_hidden_collectives knows the collective by its name.
-      allowed = is_layer and kind == TOKENS
-      with jax.named_scope("ep_reshard") if allowed else nullcontext():
-        return resharded(mesh, spec, arrays)
-
-    def of_arrays(*args: Any) -> Any:
-      return mapped(*jax.tree.map(place, in_kinds, in_specs, args))
-
-    fn = of_arrays
-  fn.__name__ = name
-  return jax.jit(fn, inline=inline)
-
-
-def _on_rank_arrays(change: Callable[..., Any], kinds: Any, arrays: Any) -> Any:
-  def of_kind(kind: Any, xs: Any) -> Any:
-    return jax.tree.map(change, xs) if kind == RANK else xs
-
-  return jax.tree.map(of_kind, kinds, arrays)
 
 
 def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
@@ -268,7 +269,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
   return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def _specs(group: GroupConfig, kinds: Any) -> Any:
+def _specs(group: EpGroup, kinds: Any) -> Any:
   """Returns the `PartitionSpec`s of a pytree of kinds."""
   specs: dict[Any, PartitionSpec] = {
     TOKENS: PartitionSpec(group.token_axes),
@@ -294,7 +295,7 @@ def _check_copies(
   for name, x, kind in zip(names, args, kinds, strict=False):
     if kind != TOKENS or not isinstance(x, jax.Array):
       continue
-    varying = compat.varying_axes(x)
+    varying = jax.typeof(x).mat.varying
     equal = [
       a
       for a in group.token_axes
@@ -323,9 +324,9 @@ def _check_places(
   Accepts fully replicated arrays, which JAX slices without communication.
   """
   mesh = compat.concrete_context_mesh() or group.mesh
-  if not has_devices(mesh):
+  if isinstance(mesh, jax.sharding.AbstractMesh):
     return
-  specs = jax.tree.broadcast(_specs(group.config, tuple(kinds)), tuple(args))
+  specs = jax.tree.broadcast(_specs(group, tuple(kinds)), tuple(args))
   leaves = jax.tree.leaves_with_path(tuple(args))
   for (path, x), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
     if not isinstance(x, jax.Array):

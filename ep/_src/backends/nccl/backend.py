@@ -21,15 +21,10 @@ import numpy as np
 from ep._src.backends.nccl import environment, installation
 from ep._src.backends.nccl.peers import Lookout
 from ep._src.base import compat, meshes
-from ep._src.base.backend import (
-  Backend,
-  CannotServe,
-  Connection,
-  Join,
-  OpParams,
-)
+from ep._src.base.backend import Backend, CannotServe, Join
 from ep._src.base.compat import LoweringContext
-from ep._src.base.config import GroupConfig, LayerConfig
+from ep._src.base.group import Connection, EpGroup, Sizes
+from ep._src.base.layer import EpLayerConfig
 from ep._src.base.meshes import Mesh
 from ep._src.native import connection, ffi
 
@@ -79,7 +74,7 @@ class NcclBackend(Backend):
           " (docs/gpu.md)."
         )
 
-  def check_sizes(self, group: GroupConfig) -> None:
+  def check_sizes(self, group: EpGroup) -> None:
     for name in ("max_tokens_per_rank", "hidden_dim"):
       _size(group, name)
     if group.top_k is None and group.recv_capacity_per_rank is None:
@@ -108,7 +103,7 @@ class NcclBackend(Backend):
     libraries = installation.prepare(devices[0])
     return ", ".join(filter(None, [ffi.path_and_interface("nccl"), *libraries]))
 
-  def connect(self, group: GroupConfig, join: Join) -> Connection:
+  def connect(self, group: EpGroup, join: Join) -> Connection:
     me = jax.process_index()
     mesh = connection.mesh_of_devices("nccl", group.mesh)
     domains = meshes.domains(mesh, group.axis_name)
@@ -165,19 +160,26 @@ class NcclBackend(Backend):
       stack.pop_all()
     capacity = _capacity(group)
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
-    members = [d.process_index for d in domains[domain]]
-    lookouts = [
-      Lookout(
-        group.name,
-        domain,
-        rank,
-        members,
-        group.timeout_s,
-        functools.partial(ffi.nccl_place, group.name, i),
-      )
-      for i, rank in enumerate(ranks)
-    ]
+    lookouts = _lookouts(group, domain, [*ranks], domains[domain])
     return NcclConnection(group, _communicator() == "xla", lookouts)
+
+
+def _lookouts(
+  group: EpGroup, domain: int, ranks: list[int], devices: np.ndarray
+) -> list[Lookout]:
+  """Returns a lookout for each rank of this process in a domain of devices."""
+  members = [d.process_index for d in devices]
+  return [
+    Lookout(
+      group.name,
+      domain,
+      rank,
+      members,
+      group.timeout_s,
+      functools.partial(ffi.nccl_place, group.name, i),
+    )
+    for i, rank in enumerate(ranks)
+  ]
 
 
 class NcclConnection(connection.NativeConnection):
@@ -185,31 +187,29 @@ class NcclConnection(connection.NativeConnection):
 
   weighs = False
 
-  def __init__(
-    self, group: GroupConfig, borrows: bool, lookouts: list[Lookout]
-  ):
+  def __init__(self, group: EpGroup, borrows: bool, lookouts: list[Lookout]):
     """Takes `borrows`: whether the group borrows XLA's communicators."""
     super().__init__(group)
     self._borrows = borrows
     self._lookouts = lookouts
 
   def lower(
-    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
+    self, op: str, ctx: LoweringContext, *operands: Any, sizes: Sizes
   ) -> Any:
-    lower = functools.partial(super().lower, op, params=params)
+    lower = functools.partial(super().lower, op, sizes=sizes)
     if op == "ep_dispatch_bwd":
       lower = functools.partial(_in_one_result, lower)
     if op != "ep_prepare":
       lower = functools.partial(_with_fitting_rows, lower)
     return lower(ctx, *operands)
 
-  def _lowering(self, op: str) -> Callable[..., Any]:
-    return compat.on_collective_stream(super()._lowering(op))
-
-  def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
-    if not self._borrows:
-      return super()._borrowed_domains(ctx)
-    return _domains(self.group, compat.program_mesh(ctx))
+  def _call(
+    self, op: str, ctx: LoweringContext, *operands: Any, **options: Any
+  ) -> Any:
+    if self._borrows:
+      options |= _domains(self.group, compat.program_mesh(ctx))
+    call = functools.partial(super()._call, op, **options)
+    return compat.on_collective_stream(call)(ctx, *operands)
 
   def _close(self) -> None:
     self._stop_lookouts()
@@ -235,7 +235,7 @@ def _communicator() -> str:
   return value
 
 
-def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
+def _borrow(group: EpGroup, mesh: jax.sharding.Mesh) -> None:
   """Gives the native group XLA's communicators. Collective over the mesh.
 
   Runs a program, because only a running program gets XLA's communicators.
@@ -256,7 +256,7 @@ def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
   jax.block_until_ready(jax.jit(program)())
 
 
-def _domains(group: GroupConfig, mesh: Mesh) -> dict[str, Any]:
+def _domains(group: EpGroup, mesh: Mesh) -> dict[str, Any]:
   """Returns the mesh's shape and EP axis, as attributes of the handlers."""
   return dict(
     lent_mesh=np.array([*mesh.shape.values()], np.int64),
@@ -264,12 +264,12 @@ def _domains(group: GroupConfig, mesh: Mesh) -> dict[str, Any]:
   )
 
 
-def _capacity(group: GroupConfig) -> int:
+def _capacity(group: EpGroup) -> int:
   """Returns the largest capacity of the group's layers."""
-  return LayerConfig(group, top_k=group.top_k or 1).capacity
+  return EpLayerConfig(group, top_k=group.top_k or 1).capacity
 
 
-def _size(group: GroupConfig, name: str) -> int:
+def _size(group: EpGroup, name: str) -> int:
   """Returns a size of the group; raises `ValueError` if it is None."""
   size: int | None = getattr(group, name)
   if size is None:

@@ -10,6 +10,7 @@ combine sends rows back (xla/exchanges.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
 from typing import Any
 
 import jax
@@ -19,18 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.xla import checks, exchanges, plans
-from ep._src.backends.xla.plans import Dims, Plan
 from ep._src.base import compat, errors
-from ep._src.base.backend import Backend, Connection, Join, OpParams
+from ep._src.base.backend import Backend, Join
 from ep._src.base.compat import LoweringContext
-from ep._src.base.config import GroupConfig
 from ep._src.base.errors import fail_if, FAULT_WORDS
+from ep._src.base.group import Connection, EpGroup, Sizes
 
 
 class XlaBackend(Backend):
   """A backend for any mesh, without native code."""
 
-  def connect(self, group: GroupConfig, join: Join) -> Connection:
+  def connect(self, group: EpGroup, join: Join) -> Connection:
     join(group, dict)  # checks that all processes agree
     return XlaConnection(group)
 
@@ -43,7 +43,7 @@ class XlaConnection(Connection):
 
   flags = True
 
-  def __init__(self, group: GroupConfig):
+  def __init__(self, group: EpGroup):
     super().__init__(group)
     self._last: jax.Array | None = None
 
@@ -56,9 +56,8 @@ class XlaConnection(Connection):
     if last is not None:
       errors.raise_carried(last)
 
-  def mem_bytes(self, params: OpParams) -> int:
-    dims = Dims(params.layer, params.num_tokens)
-    return plans.mem_bytes(dims) + 4 * FAULT_WORDS
+  def mem_bytes(self, sizes: Sizes) -> int:
+    return plans.mem_bytes(sizes) + 4 * FAULT_WORDS
 
   def _close(self) -> None:
     self._last = None
@@ -66,55 +65,53 @@ class XlaConnection(Connection):
   _release = _close
 
   def lower(
-    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
+    self, op: str, ctx: LoweringContext, *operands: Any, sizes: Sizes
   ) -> Any:
-    dims = Dims(
-      params.layer,
-      params.num_tokens,
-      drop=params.drop,
-      can_raise=params.raises and compat.can_call_python(ctx),
-      tail=params.tail,
-    )
+    if not compat.can_call_python(ctx):
+      sizes = dataclasses.replace(sizes, raises=False)
+    on_cpus = compat.is_for_cpus(ctx)
 
     def fn(*operands: Any) -> Sequence[jax.Array]:
-      if not dims.T:
+      if not sizes.T:
         return [jnp.zeros(out.shape, out.dtype) for out in ctx.avals_out]
-      if op != "ep_prepare":
-        operands = *_open(dims, op, operands[0]), *operands[1:]
-      outs = _OPS[op](dims, *operands)
-      if op == "ep_combine" and params.checked:
-        return [checks.check_finite(dims, *outs)]
+      if op == "ep_prepare":
+        return _prepare(sizes, *operands)
+      mem, *arrays = operands
+      plan, is_sound = plans.unpack(sizes, mem[: -4 * FAULT_WORDS])
+      is_sound = checks.check_plan(sizes, on_cpus, op, plan.routing, is_sound)
+      outs = _MOVERS[op](sizes, on_cpus, plan, is_sound, *arrays)
+      if op == "ep_combine" and sizes.checked:
+        return [checks.check_finite(sizes, *outs)]
       return outs
 
-    scope = jax.named_scope(f"{op}[{params.layer.name}]")
+    scope = jax.named_scope(f"{op}[{sizes.name}]")
     return compat.lower_local(scope(fn))(ctx, *operands)
 
 
-def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
-  choices = plans.sort_choices(dims, idx)
-  layer = dims.layer
+def _prepare(sizes: Sizes, idx: jax.Array) -> list[jax.Array]:
+  choices = plans.sort_choices(sizes, idx)
   wrong, configs, start, digests = exchanges.share(
-    dims,
-    errors.first_wrong_choice(idx, dims.E),
-    jnp.full(1, layer.fingerprint % 2**31, jnp.int32),
+    sizes,
+    errors.first_wrong_choice(idx, sizes.E),
+    jnp.full(1, sizes.fingerprint % 2**31, jnp.int32),
     choices.start,
     plans.digest(plans.int32(idx).reshape(-1))[None],
   )
-  slabs = plans.make_slabs(dims, start)
+  slabs = plans.make_slabs(sizes, start)
   needed = slabs.offset[:, -1]
-  most = None if dims.drop else dims.C
-  label = layer.name, dims.K, dims.E, dims.C
+  most = sizes.C if sizes.overflow == "error" else None
+  label = sizes.name, sizes.K, sizes.E, sizes.C
   fault = errors.fault_of_routing(wrong, configs[:, 0], needed, most, *label)
   failed = fail_if(
-    fault[0] > 0, errors.raise_fault, fault, can_raise=dims.can_raise
+    fault[0] > 0, errors.raise_fault, fault, can_raise=sizes.raises
   )
-  plan = plans.make_plan(dims, choices, slabs, digests[:, 0])
-  mem = jnp.concatenate([plans.pack(dims, plan) + failed, fault])
+  plan = plans.make_plan(sizes, choices, slabs, digests[:, 0])
+  mem = jnp.concatenate([plans.pack(sizes, plan) + failed, fault])
   needed = jnp.where(failed, -1, needed)
-  me = lax.axis_index(dims.axis)
-  offset = slabs.offset[me].clip(max=dims.C)
+  me = lax.axis_index(sizes.group.axis_name)
+  offset = slabs.offset[me].clip(max=sizes.C)
   tokens = slabs.before[me, :, -1]
-  token_counts = jnp.minimum(tokens, dims.C - offset[:-1])
+  token_counts = jnp.minimum(tokens, sizes.C - offset[:-1])
   kept = (plan.place < idx.size).reshape(idx.shape)
   return [
     lax.bitcast_convert_type(mem, jnp.uint8).reshape(-1),
@@ -127,23 +124,13 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
   ]
 
 
-def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
-  """Unpacks the plan in `EpHandle.mem`; also returns whether it is valid."""
-  plan, is_sound = plans.unpack(dims, mem[: -4 * FAULT_WORDS])
-  return plan, checks.check_plan(dims, op, plan.routing, is_sound)
-
-
-def _combine(
-  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
-) -> list[jax.Array]:
-  terms, *weights = exchanges.to_choices(dims, plan, is_sound, *arrays)
+def _combine(*args: Any) -> list[jax.Array]:
+  terms, *weights = exchanges.to_choices(*args)
   return [_sum(terms, *weights)]
 
 
-def _dispatch_bwd(
-  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
-) -> list[jax.Array]:
-  terms, weights = exchanges.to_choices(dims, plan, is_sound, *arrays)
+def _dispatch_bwd(*args: Any) -> list[jax.Array]:
+  terms, weights = exchanges.to_choices(*args)
   return [_sum(terms), weights.T]
 
 
@@ -175,8 +162,8 @@ def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-_OPS: dict[str, Callable[..., list[jax.Array]]] = {
-  "ep_prepare": _prepare,
+# The arguments are those of `exchanges.to_slots`.
+_MOVERS: dict[str, Callable[..., list[jax.Array]]] = {
   "ep_dispatch": exchanges.to_slots,
   "ep_combine": _combine,
   "ep_dispatch_bwd": _dispatch_bwd,

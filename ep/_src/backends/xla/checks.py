@@ -16,20 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.xla.exchanges import share
-from ep._src.backends.xla.plans import Dims, int32
+from ep._src.backends.xla.plans import int32
 from ep._src.base import errors
 from ep._src.base.errors import fail_if
+from ep._src.base.group import Sizes
 
 
 def check_plan(
-  dims: Dims, op: str, routing: jax.Array, is_sound: jax.Array
+  sizes: Sizes,
+  on_cpus: bool | None,
+  op: str,
+  routing: jax.Array,
+  is_sound: jax.Array,
 ) -> jax.Array:
   """Returns `is_sound`; on CPUs, fails unless all ranks have sound plans.
 
   The plans must have the same routing. On other platforms, where a check would
   make each op wait for the host, results of unsound plans are NaN instead.
   """
-  what = f'{op}(layer "{dims.layer.name}")'
+  what = f'{op}(layer "{sizes.name}")'
 
   def fail(shared: np.ndarray) -> NoReturn:
     unsound, routing = shared.T
@@ -43,34 +48,36 @@ def check_plan(
 
   def check(routing: jax.Array, is_sound: jax.Array) -> jax.Array:
     shared = jnp.concatenate([int32(~is_sound)[None], routing])
-    (shared,) = share(dims, shared)
+    (shared,) = share(sizes, shared)
     failed = (shared[:, 0] > 0).any() | (shared[:, 1] != shared[0, 1]).any()
     return is_sound & (fail_if(failed, fail, shared, can_raise=True) == 0)
 
-  if not dims.can_raise:
+  if not sizes.raises or on_cpus is False:
     return is_sound
+  if on_cpus:
+    return check(routing, is_sound)
   checked: jax.Array = lax.platform_dependent(
     routing, is_sound, cpu=check, default=lambda _, is_sound: is_sound
   )
   return checked
 
 
-def check_finite(dims: Dims, out: jax.Array) -> jax.Array:
+def check_finite(sizes: Sizes, out: jax.Array) -> jax.Array:
   """Returns `out` [T, H] of `ep_combine`; fails if an element is not finite."""
   wrong = ~jnp.isfinite(out).reshape(-1)
   first = jnp.stack([int32(wrong.any()), int32(jnp.argmax(wrong))])
-  (all_first,) = share(dims, first)
+  (all_first,) = share(sizes, first)
 
   def fail(all_first: np.ndarray) -> NoReturn:
     rank = int(np.argmax(all_first[:, 0]))
     token, column = divmod(int(all_first[rank, 1]), out.shape[1])
     raise ValueError(
-      f'ep_combine(layer "{dims.layer.name}"): out[{token}, {column}] of rank'
+      f'ep_combine(layer "{sizes.name}"): out[{token}, {column}] of rank'
       f" {rank} is not finite"
     )
 
   failed = fail_if(
-    (all_first[:, 0] > 0).any(), fail, all_first, can_raise=dims.can_raise
+    (all_first[:, 0] > 0).any(), fail, all_first, can_raise=sizes.raises
   )
   checked: jax.Array = lax.optimization_barrier((out, failed))[0]
   return checked

@@ -18,15 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.xla import padded
-from ep._src.backends.xla.plans import Dims, Plan, Slices, sources, take
+from ep._src.backends.xla.plans import Plan, Slices, sources, take
 from ep._src.base.arrays import expanded, iota
+from ep._src.base.group import Sizes
 
 # A function that sends rows to slots, or back to choices.
 _Send = Callable[..., list[jax.Array]]
 
 
 def to_slots(
-  dims: Dims,
+  sizes: Sizes,
+  on_cpus: bool | None,
   plan: Plan,
   is_sound: jax.Array,
   tokens: jax.Array,
@@ -36,64 +38,64 @@ def to_slots(
 
   A rank where `is_sound` is False sends NaN, and its weights are NaN. Offsets
   and sizes are clipped, so a wrong plan cannot access memory out of bounds.
+  `on_cpus` is whether the program is for CPUs; None if also for others.
   """
-  send = _choose(dims, padded.to_slots, _ragged_to_slots)
+  send = _choose(sizes, on_cpus, padded.to_slots, _ragged_to_slots)
   words = (x.reshape(-1) for x in weights)
-  return send(dims, plan, is_sound, tokens, *words)
+  return send(plan, is_sound, tokens, *words)
 
 
 def to_choices(
-  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+  sizes: Sizes,
+  on_cpus: bool | None,
+  plan: Plan,
+  is_sound: jax.Array,
+  *arrays: jax.Array,
 ) -> list[jax.Array]:
   """Sends arrays [C, ...] of slots back to choices, as [K, T, ...].
 
   Choices without a slot get zeros. A rank where `is_sound` is False gets NaN.
   """
-  send = _choose(dims, padded.to_choices, _ragged_to_choices)
-  return send(dims, plan, is_sound, *arrays)
+  send = _choose(sizes, on_cpus, padded.to_choices, _ragged_to_choices)
+  return send(plan, is_sound, *arrays)
 
 
-def _choose(dims: Dims, on_cpu: _Send, otherwise: _Send) -> _Send:
-  if dims.P == 1:
-    return on_cpu
-
-  def send(
-    dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
-  ) -> list[jax.Array]:
-    outs: list[jax.Array] = lax.platform_dependent(
-      plan,
-      is_sound,
-      *arrays,
-      cpu=functools.partial(on_cpu, dims),
-      default=functools.partial(otherwise, dims),
-    )
-    return outs
-
-  return send
+def _choose(
+  sizes: Sizes, on_cpus: bool | None, in_buckets: _Send, ragged: _Send
+) -> _Send:
+  in_buckets = functools.partial(in_buckets, sizes)
+  ragged = functools.partial(ragged, sizes)
+  if on_cpus or sizes.P == 1:
+    return in_buckets
+  if on_cpus is False:
+    return ragged
+  return functools.partial(
+    lax.platform_dependent, cpu=in_buckets, default=ragged
+  )
 
 
 def _ragged_to_slots(
-  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+  sizes: Sizes, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
 ) -> list[jax.Array]:
   outs = []
-  indices = sources(dims, plan, len(arrays))
+  indices = sources(sizes, plan, len(arrays))
   for x, index in zip(arrays, indices, strict=True):
     x = padded.sound(is_sound, x)
-    unsent = _unsent(dims, plan, is_sound, x)
+    unsent = _unsent(sizes, plan, is_sound, x)
     rows = take(x, index)
-    outs.append(_send(dims, rows, unsent, plan.choices, plan.slots))
+    outs.append(_send(sizes, rows, unsent, plan.choices, plan.slots))
   rows, *weights = outs
   return [rows, *(padded.sound(is_sound, w) for w in weights)]
 
 
 def _ragged_to_choices(
-  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+  sizes: Sizes, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
 ) -> list[jax.Array]:
-  place = plan.place.reshape(dims.T, dims.K).T
+  place = plan.place.reshape(sizes.T, sizes.K).T
   outs = []
   for x in arrays:
     unsent = _unwritten(x, plan.order.size)
-    received = _send(dims, x, unsent, plan.slots, plan.choices)
+    received = _send(sizes, x, unsent, plan.slots, plan.choices)
     rows = take(received, place.reshape(-1))
     rows = rows.reshape(*place.shape, *x.shape[1:])
     is_sent = expanded(place < place.size, rows.ndim)
@@ -103,7 +105,7 @@ def _ragged_to_choices(
 
 
 def _send(
-  dims: Dims,
+  sizes: Sizes,
   rows: jax.Array,
   unsent: jax.Array,
   sender: Slices,
@@ -121,24 +123,24 @@ def _send(
     size,
     remote,
     receiver.size.clip(0, len(unsent)),
-    axis_name=dims.axis,
+    axis_name=sizes.group.axis_name,
   )
   return received
 
 
 def _unsent(
-  dims: Dims, plan: Plan, is_sound: jax.Array, x: jax.Array
+  sizes: Sizes, plan: Plan, is_sound: jax.Array, x: jax.Array
 ) -> jax.Array:
   """Returns slots [C, ...] with zeros or NaNs for rows that no rank sends."""
-  if dims.tail == "unspecified" and dims.layer.alignment == 1:
-    return _unwritten(x, dims.C)
+  if sizes.tail == "unspecified" and sizes.alignment == 1:
+    return _unwritten(x, sizes.C)
   # Zeros that depend on `x`; `_unwritten` says why.
   first = x.reshape(-1)[0]
   zero = jnp.where(is_sound, jnp.zeros_like(first), first)
-  slots = jnp.broadcast_to(zero, (dims.C, *x.shape[1:]))
-  if dims.tail != "nan":
+  slots = jnp.broadcast_to(zero, (sizes.C, *x.shape[1:]))
+  if sizes.tail != "nan":
     return slots
-  is_tail = expanded(iota(dims.C) >= plan.used, slots.ndim)
+  is_tail = expanded(iota(sizes.C) >= plan.used, slots.ndim)
   return jnp.where(is_tail, padded.nan(slots.dtype), slots)
 
 
@@ -152,9 +154,9 @@ def _unwritten(x: jax.Array, num: int) -> jax.Array:
   return jnp.broadcast_to(x.reshape(-1)[0], (num, *x.shape[1:]))
 
 
-def share(dims: Dims, *arrays: jax.Array) -> list[jax.Array]:
+def share(sizes: Sizes, *arrays: jax.Array) -> list[jax.Array]:
   """All-gathers vectors [n] to [P, n], all of them in one collective."""
   mine = jnp.concatenate(arrays)[None]
-  if dims.P > 1:
-    mine = lax.all_gather(mine, dims.axis, tiled=True)
+  if sizes.P > 1:
+    mine = lax.all_gather(mine, sizes.group.axis_name, tiled=True)
   return jnp.split(mine, np.cumsum([a.size for a in arrays])[:-1], axis=1)

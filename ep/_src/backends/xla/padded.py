@@ -20,82 +20,83 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
 
-from ep._src.backends.xla.plans import Dims, div, Plan, sources, take
+from ep._src.backends.xla.plans import div, Plan, sources, take
 from ep._src.base.arrays import iota
+from ep._src.base.group import Sizes
 
 
 def to_slots(
-  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+  sizes: Sizes, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
 ) -> list[jax.Array]:
   """Sends rows to slots [C], from arrays as in `plans.sources`.
 
   All results of a rank where `is_sound` is False are NaN.
   """
-  sent = plan.choices.start[:: dims.L, None] + iota(_bucket(dims))[None]
-  at = [take(x, sent.reshape(-1)) for x in sources(dims, plan, len(arrays))]
-  filler = jnp.zeros(dims.C, bool)
-  if dims.tail == "nan":
-    filler = iota(dims.C) >= plan.used
-  codes = _codes_of_slots(dims, plan)
-  return _exchange(dims, is_sound, at, arrays, codes, filler)
+  sent = plan.choices.start[:: sizes.L, None] + iota(_bucket(sizes))[None]
+  at = [take(x, sent.reshape(-1)) for x in sources(sizes, plan, len(arrays))]
+  filler = jnp.zeros(sizes.C, bool)
+  if sizes.tail == "nan":
+    filler = iota(sizes.C) >= plan.used
+  codes = _codes_of_slots(sizes, plan)
+  return _exchange(sizes, is_sound, at, arrays, codes, filler)
 
 
 def to_choices(
-  dims: Dims, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
+  sizes: Sizes, plan: Plan, is_sound: jax.Array, *arrays: jax.Array
 ) -> list[jax.Array]:
   """Sends arrays [C, ...] of slots back to choices, as [K, T, ...]."""
-  at = [_slots_of_rows(dims, plan)] * len(arrays)
-  codes = _codes_of_choices(dims, plan)
+  at = [_slots_of_rows(sizes, plan)] * len(arrays)
+  codes = _codes_of_choices(sizes, plan)
   filler = jnp.zeros(codes.size, bool)
-  rows = _exchange(dims, is_sound, at, arrays, codes, filler)
-  return [x.reshape(dims.K, dims.T, *x.shape[1:]) for x in rows]
+  rows = _exchange(sizes, is_sound, at, arrays, codes, filler)
+  return [x.reshape(sizes.K, sizes.T, *x.shape[1:]) for x in rows]
 
 
-def _bucket(dims: Dims) -> int:
+def _bucket(sizes: Sizes) -> int:
   """Returns B, the number of rows of the longest possible stream."""
-  return min(dims.T * min(dims.K, dims.L), dims.C)
+  return min(sizes.T * min(sizes.K, sizes.L), sizes.C)
 
 
-def _no_code(dims: Dims) -> int:
+def _no_code(sizes: Sizes) -> int:
   """Returns the code that marks rows that are not sent."""
-  return dims.P * _bucket(dims)
+  return sizes.P * _bucket(sizes)
 
 
-def _in_stream(dims: Dims, plan: Plan) -> jax.Array:
+def _in_stream(sizes: Sizes, plan: Plan) -> jax.Array:
   """Returns int32 [P, L], the offset of each slice of slots in its stream."""
-  remote = plan.slots.remote.reshape(dims.P, dims.L)
+  remote = plan.slots.remote.reshape(sizes.P, sizes.L)
   return remote - remote[:, :1]
 
 
-def _codes_of_slots(dims: Dims, plan: Plan) -> jax.Array:
+def _codes_of_slots(sizes: Sizes, plan: Plan) -> jax.Array:
   """Returns, for each slot, the code of its row, int32 [C]."""
   # The slices in the order of their slots: by expert, then by source.
-  by_slot = iota(dims.V).reshape(dims.P, dims.L).T.reshape(-1)
+  by_slot = iota(sizes.V).reshape(sizes.P, sizes.L).T.reshape(-1)
   start = take(plan.slots.start, by_slot)
-  slice_ = take(by_slot, _last_at_most(start, iota(dims.C)))
-  row = iota(dims.C) - take(plan.slots.start, slice_)
-  code = take(_in_stream(dims, plan).reshape(-1), slice_) + row
-  code += div(slice_, dims.L) * _bucket(dims)
+  slice_ = take(by_slot, _last_at_most(start, iota(sizes.C)))
+  row = iota(sizes.C) - take(plan.slots.start, slice_)
+  code = take(_in_stream(sizes, plan).reshape(-1), slice_) + row
+  code += div(slice_, sizes.L) * _bucket(sizes)
   is_sent = (row >= 0) & (row < take(plan.slots.size, slice_))
-  return jnp.where(is_sent, code, _no_code(dims))
+  return jnp.where(is_sent, code, _no_code(sizes))
 
 
-def _slots_of_rows(dims: Dims, plan: Plan) -> jax.Array:
+def _slots_of_rows(sizes: Sizes, plan: Plan) -> jax.Array:
   """Returns, for each code, the slot of its row, int32 [P * B]."""
-  B = _bucket(dims)
-  start = _in_stream(dims, plan).clip(max=B) + B * iota(dims.P)[:, None]
-  start, codes = start.reshape(-1), iota(dims.P * B)
+  B = _bucket(sizes)
+  start = _in_stream(sizes, plan).clip(max=B) + B * iota(sizes.P)[:, None]
+  start, codes = start.reshape(-1), iota(sizes.P * B)
   slice_ = _last_at_most(start, codes)
   return take(plan.slots.start - start, slice_) + codes
 
 
-def _codes_of_choices(dims: Dims, plan: Plan) -> jax.Array:
+def _codes_of_choices(sizes: Sizes, plan: Plan) -> jax.Array:
   """Returns, for each choice, the code of its row, int32 [K * T]."""
-  place = plan.place.reshape(dims.T, dims.K).T.reshape(-1)
-  start = plan.choices.start[:: dims.L]
+  place = plan.place.reshape(sizes.T, sizes.K).T.reshape(-1)
+  start = plan.choices.start[:: sizes.L]
   rank = _last_at_most(start, place)
-  code = rank * _bucket(dims) + place - take(start, rank)
-  return jnp.where(place < place.size, code, _no_code(dims))
+  code = rank * _bucket(sizes) + place - take(start, rank)
+  return jnp.where(place < place.size, code, _no_code(sizes))
 
 
 def _last_at_most(table: jax.Array, values: jax.Array) -> jax.Array:
@@ -105,7 +106,7 @@ def _last_at_most(table: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _exchange(
-  dims: Dims,
+  sizes: Sizes,
   is_sound: jax.Array,
   at: Sequence[jax.Array],
   arrays: Sequence[jax.Array],
@@ -120,15 +121,16 @@ def _exchange(
   # own merge of casts of uint8 [n, 4] to float32 [n], and to uint16 [n, 2].
   unit = f"uint{8 * max(2, min(array.dtype.itemsize for array in arrays))}"
   bits = [_words(x, unit) for x in arrays]
-  is_sent = codes < _no_code(dims)
-  if dims.P == 1:
+  is_sent = codes < _no_code(sizes)
+  if sizes.P == 1:
     at = [take(x, codes) for x in at]
   columns = [take(x, i) for x, i in zip(bits, at, strict=True)]
   out = jnp.concatenate(columns, -1)
-  if dims.P > 1:
-    sent = sound(is_sound, out).reshape(dims.P, _bucket(dims), -1)
-    sent = lax.all_to_all(lax.optimization_barrier(sent), dims.axis, 0, 0)
-    out = take(sent.reshape(_no_code(dims), -1), codes)
+  if sizes.P > 1:
+    sent = sound(is_sound, out).reshape(sizes.P, _bucket(sizes), -1)
+    axis = sizes.group.axis_name
+    sent = lax.all_to_all(lax.optimization_barrier(sent), axis, 0, 0)
+    out = take(sent.reshape(_no_code(sizes), -1), codes)
 
   # The filler is a variable. Workaround (seen in jax 0.12.0): XLA:CPU loses
   # bits in a select between a bfloat16 and a constant. For a traced bool s and

@@ -9,7 +9,6 @@ number of tokens of each rank that chose each expert.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 import zlib
 
@@ -19,50 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base.arrays import iota
-from ep._src.base.config import LayerConfig
+from ep._src.base.group import Sizes
 
 # The number of uint32 values. If a key and its value fit into one uint32, they
 # are sorted as one.
 _WORDS = 1 << 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Dims:
-  """The static sizes and options of an op, named as in docs/semantics.md."""
-
-  layer: LayerConfig
-  T: int  # tokens of a rank
-  drop: bool = True  # drop rows past the capacity; otherwise prepare fails
-  can_raise: bool = True  # whether the program can call Python
-  tail: str = "zero"  # the rows past the last slab; see `OpParams`
-
-  @property
-  def axis(self) -> str:
-    return self.layer.group.axis_name
-
-  @property
-  def P(self) -> int:
-    return self.layer.ep_size
-
-  @property
-  def E(self) -> int:
-    return self.layer.group.num_experts
-
-  @property
-  def V(self) -> int:
-    return self.layer.group.num_expert_slots
-
-  @property
-  def L(self) -> int:
-    return self.layer.num_local_experts
-
-  @property
-  def K(self) -> int:
-    return self.layer.top_k
-
-  @property
-  def C(self) -> int:
-    return self.layer.capacity_for(self.T)
 
 
 class Slices(NamedTuple):
@@ -108,13 +68,13 @@ class Slabs(NamedTuple):
   offset: jax.Array  # [P, L + 1] first slot of each slab; end of the last slab
 
 
-def sort_choices(dims: Dims, idx: jax.Array) -> Choices:
+def sort_choices(sizes: Sizes, idx: jax.Array) -> Choices:
   """Returns the choices of `topk_idx` [T, K] in the order of their experts."""
   flat = idx.reshape(-1)
-  is_valid = (flat >= 0) & (flat < dims.E)
-  expert = jnp.where(is_valid, flat, dims.V)
-  expert, order = _sort(dims.V + 1, expert, flat.size, iota(flat.size))
-  slots = iota(dims.V + 1)
+  is_valid = (flat >= 0) & (flat < sizes.E)
+  expert = jnp.where(is_valid, flat, sizes.V)
+  expert, order = _sort(sizes.V + 1, expert, flat.size, iota(flat.size))
+  slots = iota(sizes.V + 1)
   start = jnp.searchsorted(expert, slots, method="compare_all")
   return Choices(order, expert, int32(start))
 
@@ -136,32 +96,32 @@ def _sort(
   return int32(keys), int32(values)
 
 
-def make_slabs(dims: Dims, start: jax.Array) -> Slabs:
+def make_slabs(sizes: Sizes, start: jax.Array) -> Slabs:
   """Returns the slab layout from `Choices.start` of all ranks, [P, V + 1]."""
-  P, L = dims.P, dims.L
+  P, L = sizes.P, sizes.L
   counts = jnp.diff(start).T.reshape(P, L, P)
   before = _sums(counts)
-  alignment = dims.layer.alignment
+  alignment = sizes.alignment
   padded = div(before[..., -1] + (alignment - 1), alignment) * alignment
   return Slabs(start, counts, before, _sums(padded))
 
 
 def make_plan(
-  dims: Dims, choices: Choices, slabs: Slabs, digests: jax.Array
+  sizes: Sizes, choices: Choices, slabs: Slabs, digests: jax.Array
 ) -> Plan:
   """Returns the plan of this rank; `digests` [P] are digests of `topk_idx`."""
-  me = lax.axis_index(dims.axis)
+  me = lax.axis_index(sizes.group.axis_name)
   slot = slabs.offset[:, :-1, None] + slabs.before[..., :-1]
-  size = jnp.clip(dims.C - slot, 0, slabs.counts)
+  size = jnp.clip(sizes.C - slot, 0, slabs.counts)
   of_choices = Slices(
     slabs.start[me, :-1], size[..., me].reshape(-1), slot[..., me].reshape(-1)
   )
-  remote = lax.dynamic_slice_in_dim(slabs.start, me * dims.L, dims.L, 1)
+  remote = lax.dynamic_slice_in_dim(slabs.start, me * sizes.L, sizes.L, 1)
   of_slots = Slices(*(x.reshape(-1) for x in (slot[me].T, size[me].T, remote)))
 
   num = choices.order.size
-  is_sent = choices.expert < dims.V
-  if dims.drop:
+  is_sent = choices.expert < sizes.V
+  if sizes.overflow != "error":
     end = of_choices.start + of_choices.size
     is_sent &= iota(num) < take(end, choices.expert)
   place = jnp.where(is_sent, iota(num), num)
@@ -172,41 +132,41 @@ def make_plan(
     place,
     of_choices,
     of_slots,
-    used=slabs.offset[me, -1:].clip(max=dims.C),
+    used=slabs.offset[me, -1:].clip(max=sizes.C),
     routing=digest(digests)[None],
   )
 
 
-def pack(dims: Dims, plan: Plan) -> jax.Array:
+def pack(sizes: Sizes, plan: Plan) -> jax.Array:
   """Returns a plan as int32 words: a checksum, then the plan's arrays."""
   body = jnp.concatenate(jax.tree.leaves(plan))
-  return jnp.concatenate([_stamp(dims, body)[None], body])
+  return jnp.concatenate([_stamp(sizes, body)[None], body])
 
 
-def unpack(dims: Dims, mem: jax.Array) -> tuple[Plan, jax.Array]:
+def unpack(sizes: Sizes, mem: jax.Array) -> tuple[Plan, jax.Array]:
   """Returns the plan in `mem`, and whether its checksum fits this rank."""
   words = lax.bitcast_convert_type(mem.reshape(-1, 4), jnp.int32)
-  leaves = jnp.split(words[1:], np.cumsum(_sizes(dims))[:-1])
+  leaves = jnp.split(words[1:], np.cumsum(_sizes(sizes))[:-1])
   order, place, *slices, used, routing = leaves
   ends = Slices(*slices[:3]), Slices(*slices[3:])
   plan = Plan(order, place, *ends, used, routing)
-  return plan, words[0] == _stamp(dims, words[1:])
+  return plan, words[0] == _stamp(sizes, words[1:])
 
 
-def mem_bytes(dims: Dims) -> int:
-  return 4 * (1 + sum(_sizes(dims)))
+def mem_bytes(sizes: Sizes) -> int:
+  return 4 * (1 + sum(_sizes(sizes)))
 
 
-def _sizes(dims: Dims) -> list[int]:
+def _sizes(sizes: Sizes) -> list[int]:
   """Returns the length of each array of a plan."""
-  return [dims.T * dims.K] * 2 + [dims.V] * 6 + [1, 1]
+  return [sizes.T * sizes.K] * 2 + [sizes.V] * 6 + [1, 1]
 
 
-def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
+def _stamp(sizes: Sizes, body: jax.Array) -> jax.Array:
   """Returns a checksum of a plan's arrays, the static sizes and the rank."""
-  sizes = dims.P, dims.E, dims.T, dims.K, dims.C, dims.layer.alignment
-  kind = np.int32(zlib.crc32(repr(sizes).encode()) >> 1)
-  rank = lax.axis_index(dims.axis) * np.int32(0x61C88647)
+  key = sizes.P, sizes.E, sizes.T, sizes.K, sizes.C, sizes.alignment
+  kind = np.int32(zlib.crc32(repr(key).encode()) >> 1)
+  rank = lax.axis_index(sizes.group.axis_name) * np.int32(0x61C88647)
   return digest(body) ^ (kind + rank)
 
 
@@ -220,12 +180,12 @@ def digest(words: jax.Array) -> jax.Array:
   return _sum((words ^ lax.shift_right_logical(words, np.int32(16))) * factors)
 
 
-def sources(dims: Dims, plan: Plan, num: int) -> list[jax.Array]:
+def sources(sizes: Sizes, plan: Plan, num: int) -> list[jax.Array]:
   """Returns the index of each sorted choice in each of `num` arrays.
 
   The first array has a row for each token, and the others one for each choice.
   """
-  return [div(plan.order, dims.K)] + [plan.order] * (num - 1)
+  return [div(plan.order, sizes.K)] + [plan.order] * (num - 1)
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:

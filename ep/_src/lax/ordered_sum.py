@@ -40,7 +40,8 @@ def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
   names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
   def psum(x: jax.Array) -> Any:
-    is_manual = compat.manual_axes().issuperset(names)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    is_manual = set(manual).issuperset(names)
     if is_manual and not compat.checks_vma():
       return _unchecked_psum_p.bind(x, axes=names)[0]
     (x,) = compat.vary_together(x, axes=names)

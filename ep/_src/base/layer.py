@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EpLayerConfig: the configuration of one MoE layer of a group."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from typing import Any, NoReturn
+
+from ep._src.base import arguments, contexts
+from ep._src.base.group import (
+  check_group,
+  DROP_BY,
+  EpGroup,
+  NotCopied,
+  OVERFLOW,
+  short_repr,
+  Sizes,
+  worst_case,
+)
+
+# The formats of ops/quantizers.py, whose index is an attribute of native ops.
+WIRES = (None, "fp8_block128", "mxfp8")
+
+_CHECKS: dict[str, arguments.Check] = {
+  "name": arguments.label,
+  "capacity_factor": arguments.optional(arguments.capacity_factor),
+  "top_k": arguments.optional(arguments.integer),
+  "recv_capacity_per_rank": arguments.optional(arguments.integer),
+  "capacity_multiple": arguments.at_least(1, "a positive number of rows"),
+  "alignment": arguments.alignment,
+  "overflow": arguments.one_of(*OVERFLOW),
+  "drop_by": arguments.one_of(*DROP_BY),
+  "tail": arguments.one_of("zero", "unspecified"),
+  "wire": arguments.one_of(*WIRES),
+}
+
+# The fields that a layer inherits from its group if they are None.
+_INHERITED = ("top_k", "alignment", "overflow", "drop_by")
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class EpLayerConfig(NotCopied):
+  """The static configuration of one MoE layer. Frozen and hashable.
+
+  Args:
+    group: the group whose ranks exchange tokens.
+    top_k: K, choices of a token. If `top_k`, `alignment` or `overflow` is None,
+      the layer inherits the value of the group.
+    alignment: dispatch pads each expert's slab to a multiple of this number of
+      rows; 0 and 1 do not pad.
+    recv_capacity_per_rank: C, receive rows of a rank, a multiple of the
+      alignment. If None here and in the group, C is enough for any routing:
+      `P * T * min(K, L)` rows for `T = group.max_tokens_per_rank`, plus
+      `L * (alignment - 1)`, rounded up to the alignment. If the group has no
+      such limit, T is the number of tokens of each op; see `capacity_for`.
+    capacity_factor: f, with which C is `f * T * K` rows instead of the worst
+      case: at least a slab for each local expert, and at most the capacity of
+      the group or of the worst case. Ignored if the layer has a
+      `recv_capacity_per_rank`.
+    capacity_multiple: unless the layer has a `recv_capacity_per_rank`, C is
+      rounded up to a multiple of this number of rows.
+    overflow: the policy if a rank would receive more than C rows: "error" fails
+      on every rank, "drop" drops the choices for which no rows are free, and
+      with "chunk" `moe_layer` and `ep.MoE` send the tokens of such a step in
+      chunks, each of which fits for any routing. The ops refuse "chunk".
+    drop_by: which choices are kept, if `overflow` is "drop": "slot" drops slots
+      past the capacity, hence the last experts of a rank first; "fair" gives
+      the experts of a rank equal shares of its capacity, and an expert keeps
+      its choices with the largest weights. "fair" needs weights in `ep_prepare`
+      and, if a rank overflows, a collective of XLA and a second exchange. None
+      inherits from the group. If the group also has None, it is "fair" where
+      `ep_prepare` gets weights, as in `ep.MoE` and `moe_layer`, else "slot".
+    tail: the rows past the last slab after dispatch: "zero", or "unspecified",
+      if the program never reads them.
+    wire: the fp8 transport of dispatch, and of gradients in the backward pass
+      of combine: "mxfp8" and "fp8_block128" round float rows like
+      `ep.quant.quantize`, and send about half the bytes of bfloat16; None does
+      not round. Derivatives ignore the rounding.
+    name: the name in messages and profiles; default "moe".
+
+  Raises:
+    ValueError: a value is out of range or conflicts with the group.
+    TypeError: a size is no integer.
+  """
+
+  group: EpGroup
+  top_k: int
+  alignment: int
+  recv_capacity_per_rank: int | None
+  capacity_factor: float | None
+  capacity_multiple: int
+  overflow: str
+  drop_by: str | None
+  tail: str
+  wire: str | None
+  name: str
+  # A 63-bit hash of layer and group, equal on all processes.
+  fingerprint: int = dataclasses.field(init=False, compare=False)
+  _known: dict[Any, Sizes] = dataclasses.field(init=False, compare=False)
+
+  def __init__(
+    self,
+    group: EpGroup,
+    top_k: int | None = None,
+    alignment: int | None = None,
+    recv_capacity_per_rank: int | None = None,
+    capacity_factor: float | None = None,
+    capacity_multiple: int = 1,
+    overflow: str | None = None,
+    drop_by: str | None = None,
+    tail: str = "zero",
+    wire: str | None = None,
+    name: str | None = None,
+  ) -> None:
+    check_group("EpLayerConfig", group)
+    values: dict[str, Any] = dict(
+      group=group,
+      top_k=top_k,
+      alignment=alignment,
+      recv_capacity_per_rank=recv_capacity_per_rank,
+      capacity_factor=capacity_factor,
+      capacity_multiple=capacity_multiple,
+      overflow=overflow,
+      drop_by=drop_by,
+      tail=tail,
+      wire=wire,
+      name="moe" if name is None else name,
+    )
+    for field in _INHERITED:
+      if values[field] is None:
+        values[field] = getattr(group, field)
+    vars(self).update(values)
+    label = arguments.label("EpLayerConfig", "name", self.name)
+    what = f'EpLayerConfig(name="{label}")'
+    arguments.resolve(what, self, _CHECKS)
+    self._check_choices(what)
+    self._set_capacity(what)
+    vars(self).update(fingerprint=self._hash(), _known={})
+
+  def _check_choices(self, what: str) -> None:
+    group = self.group
+    arguments.check(
+      self.top_k is not None,
+      what,
+      "neither the layer nor its group has a top_k; give the layer one, the"
+      " choices of a token.",
+    )
+    arguments.check(
+      1 <= self.top_k <= group.num_experts,
+      what,
+      f"top_k = {self.top_k}, but it must be in 1..num_experts ="
+      f" {group.num_experts}.",
+    )
+    arguments.check(
+      self.overflow == "drop" or self.drop_by in (None, "slot", group.drop_by),
+      what,
+      f"drop_by = {self.drop_by!r} has no effect, because overflow ="
+      f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
+      ' drop_by="slot".',
+    )
+
+  def _set_capacity(self, what: str) -> None:
+    # Without max_tokens_per_rank, check the sizes of an op with one token.
+    most = self.group.max_tokens_per_rank
+    most = 1 if most is None else most
+    self.check_tokens(what, most)
+    if self.recv_capacity_per_rank is None:
+      rows = self.default_capacity()
+      object.__setattr__(self, "recv_capacity_per_rank", rows)
+    # The least C: an aligned slab per local expert, at most the worst case.
+    least = self.group.num_local_experts * self.alignment
+    least = min(least, self.worst_case(most))
+    rows = self.recv_capacity_per_rank
+    if rows is None:
+      rows = self.rows_for(most)
+    arguments.check(
+      rows >= least and rows % self.alignment == 0,
+      what,
+      f"recv_capacity_per_rank = {rows}, but it must be a multiple of"
+      f" alignment = {self.alignment} and at least {least}, an aligned slab for"
+      f" each of the {self.group.num_local_experts} local experts; raise it, or"
+      " pass None for the worst case.",
+    )
+
+  def replace(self, **changes: Any) -> EpLayerConfig:
+    """Returns a layer with other values.
+
+    Args:
+      **changes: arguments of `EpLayerConfig`; the other values stay the same. A
+        default capacity becomes the default of the new values.
+
+    Raises:
+      ValueError, TypeError: as `EpLayerConfig` does.
+    """
+    values = self._arguments()
+    if self.recv_capacity_per_rank == self.default_capacity():
+      del values["recv_capacity_per_rank"]
+    return EpLayerConfig(**(values | changes))
+
+  __replace__ = replace  # for copy.replace
+
+  def __repr__(self) -> str:
+    """Shows the layer's and group's names, top_k, and values not inherited."""
+    group = self.group
+    defaults = dict(
+      alignment=group.alignment,
+      recv_capacity_per_rank=group.recv_capacity_per_rank,
+      capacity_factor=None,
+      capacity_multiple=1,
+      overflow=group.overflow,
+      drop_by=group.drop_by,
+      tail="zero",
+      wire=None,
+    )
+    values = {name: getattr(self, name) for name in defaults}
+    own = {k: value for k, value in values.items() if value != defaults[k]}
+    shown = dict(name=self.name, group=group.name, top_k=self.top_k)
+    return short_repr("EpLayerConfig", shown | own)
+
+  def __reduce__(self) -> NoReturn:
+    raise arguments.cannot_pickle(
+      f'the layer "{self.name}"',
+      "pickle the arguments of EpLayerConfig, and call it with a group there;"
+      " of a handle, pickle jax.tree.leaves(handle), which are plain arrays,"
+      " and give them to EpHandle with that layer",
+    )
+
+  @property
+  def ep_size(self) -> int:
+    """P: the number of ranks of an EP domain."""
+    return self.group.ep_size
+
+  @property
+  def num_local_experts(self) -> int:
+    """L: the number of expert slots of a rank; the last ones may be empty."""
+    return self.group.num_local_experts
+
+  @property
+  def capacity(self) -> int:
+    """C: the number of receive rows of a rank, if it is the same for all ops.
+
+    Raises:
+      ValueError: C depends on the tokens of an op; see `capacity_for`.
+    """
+    arguments.check(
+      self.recv_capacity_per_rank is not None,
+      f'EpLayerConfig(name="{self.name}")',
+      "the capacity follows the tokens of each op, because neither the layer"
+      " has a recv_capacity_per_rank nor its group a max_tokens_per_rank; take"
+      " handle.capacity or layer.capacity_for(num_tokens).",
+    )
+    return self.capacity_for(0)
+
+  def capacity_for(self, num_tokens: int) -> int:
+    """Returns C: rows that a rank can receive if T = `num_tokens`.
+
+    C is the same for all T if the layer has a capacity or the group has a
+    limit of tokens. Otherwise T = 0 has the capacity of T = 1.
+
+    Raises:
+      ValueError: `num_tokens` is negative, or C does not fit into 32 bits.
+      TypeError: `num_tokens` is no integer.
+    """
+    what = f'EpLayerConfig(name="{self.name}").capacity_for'
+    num_tokens = arguments.integer(what, "num_tokens", num_tokens)
+    arguments.check(
+      num_tokens >= 0,
+      what,
+      f"num_tokens = {num_tokens}, but a rank has 0 tokens or more.",
+    )
+    if self.recv_capacity_per_rank is not None:
+      return self.recv_capacity_per_rank
+    return self.rows_for(max(num_tokens, 1))
+
+  def default_capacity(self) -> int | None:
+    """Returns the C of a layer without one; None if it follows the tokens."""
+    group = self.group
+    most, rows = group.max_tokens_per_rank, group.recv_capacity_per_rank
+    if most is None and (rows is None or self.capacity_factor is not None):
+      return None
+    return self.rows_for(most or 1)
+
+  def rows_for(self, num_tokens: int) -> int:
+    """Returns C for T > 0 tokens if the layer has no fixed capacity."""
+    rows = self.group.recv_capacity_per_rank
+    if rows is None:
+      rows = self.worst_case(num_tokens)
+    if self.capacity_factor is not None:
+      even = min(self.capacity_factor * num_tokens * self.top_k, rows)
+      slabs = max(math.ceil(even / self.alignment), self.num_local_experts)
+      rows = min(slabs, rows // self.alignment) * self.alignment
+    if self.capacity_multiple > 1:
+      unit = math.lcm(self.capacity_multiple, self.alignment)
+      rows = -(-rows // unit) * unit
+    arguments.check(
+      rows <= arguments.INT32_MAX,
+      f'EpLayerConfig(name="{self.name}")',
+      f"{num_tokens} tokens of a rank need a capacity of {rows} rows"
+      f" (alignment = {self.alignment}, capacity_multiple ="
+      f" {self.capacity_multiple}), but rows are counted in 32 bits; lower one"
+      " of these.",
+    )
+    return rows
+
+  def check_tokens(self, what: str, num_tokens: int) -> None:
+    """Raises `ValueError` if an op with T = `num_tokens` is too large."""
+    most, P = self.group.max_tokens_per_rank, self.group.ep_size
+    L = self.group.num_local_experts
+    arguments.check(
+      most is None or num_tokens <= most,
+      what,
+      f"{num_tokens} tokens on a rank, but max_tokens_per_rank = {most}; raise"
+      " it with ep_resize, or split the tokens.",
+    )
+    # The native libraries check the same bound: ValidateDims in plan.cc.
+    rows = P * num_tokens * self.top_k + L * self.alignment
+    arguments.check(
+      rows <= arguments.INT32_MAX,
+      what,
+      f"an exchange may have {rows} rows (ep_size = {P} times"
+      f" {num_tokens} tokens of a rank times top_k = {self.top_k}, and an"
+      f" alignment = {self.alignment} for each of the {L} local"
+      " experts), but they are counted in 32 bits; lower one of these, and"
+      " split the tokens into several ops.",
+    )
+
+  def _arguments(self) -> dict[str, Any]:
+    """Returns the arguments that make an equal layer."""
+    fields = (f.name for f in dataclasses.fields(self) if f.init)
+    return {name: getattr(self, name) for name in fields}
+
+  def _hash(self) -> int:
+    own = {k: str(v) for k, v in self._arguments().items() if k != "group"}
+    digest = hashlib.sha256(repr(self.group.texts() | own).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+  def sizes(self, num_tokens: int, tail: str | None = None) -> Sizes:
+    """Returns the parameter of an op that is traced now.
+
+    Args:
+      num_tokens: T.
+      tail: replaces the `tail` of the layer.
+
+    Raises:
+      ValueError: `num_tokens` is too large.
+    """
+    key = num_tokens, contexts.tail(tail or self.tail), contexts.is_checked()
+    if key not in self._known:
+      self._known[key] = self._make_sizes(*key)
+    return self._known[key]
+
+  def _make_sizes(self, num_tokens: int, tail: str, checked: bool) -> Sizes:
+    connection = self.group.connection
+    group, rows = connection.group, self.recv_capacity_per_rank
+    return Sizes(
+      connection=connection,
+      group=group,
+      name=self.name,
+      T=num_tokens,
+      K=self.top_k,
+      E=group.num_experts,
+      P=group.ep_size,
+      L=group.num_local_experts,
+      V=group.num_expert_slots,
+      C=rows if rows is not None else self.rows_for(max(num_tokens, 1)),
+      alignment=self.alignment,
+      overflow=self.overflow,
+      fair=self.overflow == "drop" and self.drop_by != "slot",
+      tail=tail,
+      wire=self.wire,
+      checked=checked,
+      raises=checked or group.errors == "raise",
+      fingerprint=self.fingerprint,
+    )
+
+  def worst_case(self, num_tokens: int) -> int:
+    """Returns the least capacity for any routing of T = `num_tokens` tokens."""
+    P, L = self.group.ep_size, self.group.num_local_experts
+    return worst_case(P * num_tokens, self.top_k, L, self.alignment)
+
+
+def check_layer(op: str, layer: EpLayerConfig) -> None:
+  cure = "make one of the group, EpLayerConfig(group, top_k=...)"
+  arguments.check_type(op, "layer", layer, EpLayerConfig, cure)
