@@ -242,7 +242,8 @@ OF_THE_LAUNCHER = {
       "wait_for_death(); error = ValueError('as planned\\nin two lines');"
       "error.add_note('-' * 20); error.add_note('JAX hides frames.');"
       "raise error",
-      "wait_for_death(); print('F1125 10:58:22.683026 180 client.h:80] Ends');"
+      "wait_for_death(); time.sleep(1);"
+      "print('F1125 10:58:22.683026 180 client.h:80] Ends');"
       "os.abort()",
       "wait_for_death(); exec('1 +')",
     ],
