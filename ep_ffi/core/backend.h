@@ -69,8 +69,8 @@ struct Layer {
   Tail tail;
   int64_t fingerprint = 0;  // a hash of the layer's and group's configurations
   bool checked = false;     // checked mode; see ep/_src/base/contexts.py
-  int64_t wire = 0;       // fp8 transport: an index into WIRES, base/config.py
-  std::string name = {};  // for messages
+  int64_t wire = 0;         // fp8 transport: an index into WIRES, base/layer.py
+  std::string name = {};    // for messages
 };
 
 // One op in one compiled program. A site lives as long as its executable.

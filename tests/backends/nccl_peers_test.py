@@ -165,7 +165,7 @@ class Agreed(Exception):
 @pytest.fixture(scope="module")
 def config():
   with bootstrap(make_mesh({"ep": jax.device_count()}), backend="xla") as group:
-    return dataclasses.replace(group.config, name="of GPUs")
+    return dataclasses.replace(group.connection.group, name="of GPUs")
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from ep._src.matmul.unwritten_rows import cut
 
 # The rows of a block. Larger blocks are not faster. An array of fewer rows is
 # one smaller block, which may round differently; deterministic layers have only
-# larger arrays (config.py).
+# larger arrays (moe/config.py).
 HEIGHT = 128
 
 
