@@ -43,7 +43,7 @@ def newest_jax():
   return max(map(version, re.findall(r"^jax==([\d.]+)", lock, re.M)))
 
 
-@pytest.mark.parametrize("file, reason", workarounds())
+@pytest.mark.parametrize("file, reason", [*workarounds()])
 def test_a_workaround_is_needed(file, reason):
   match = _REASON.fullmatch(reason)
   assert match, f"{file}: a workaround needs a bug or a version, not {reason}"
