@@ -274,29 +274,6 @@ def say_what_is_left():
   group = ep.ep_bootstrap(mesh(), num_experts=RANKS)
 
 
-def leave_loop():
-  """Launches a long loop with a psum of XLA, on the devices of one process."""
-  import jax
-  import jax.numpy as jnp
-
-  ep, groups = world()
-  layer = groups.layer("dp2_ep2", top_k=1)
-
-  def steps(x):
-    def step(_, x):
-      handle = ep.ep_prepare(layer, jnp.zeros((len(x), 1), int))
-      rows, weights = ep.ep_dispatch(handle, x, jnp.ones((len(x), 1)))
-      return jax.lax.pmean(ep.ep_combine(handle, rows, weights), "dp")
-
-    return jax.lax.fori_loop(0, 500, step, x)
-
-  specs = dict(in_specs=groups.spec(layer), out_specs=groups.spec(layer))
-  program = jax.shard_map(
-    steps, mesh=layer.group.mesh, check_vma=False, **specs
-  )
-  print(jax.jit(program)(jnp.ones((20, 7))).shape)
-
-
 def psum(exit_after_s):
   """Makes ep_prepare fail in domain 0, while domain 1 waits in a psum."""
   import jax

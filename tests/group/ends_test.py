@@ -146,9 +146,6 @@ EXITS = {
     code=0,
     logs={0: "^group is open: False\nfinalizers\n$"},
   ),
-  "with a long loop on the devices of one process": Job(
-    ["leave_loop()"], codes=[0], code=0, logs={0: r"^\(20, 7\)\n$"}, devices=4
-  ),
 }
 
 PSUMS = {

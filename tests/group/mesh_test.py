@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, expected, run_on
-from conftest import make_mesh, refused, to_global
+from conftest import make_mesh, refused
 import ep
 from groups import (
   bootstrap,
@@ -26,9 +26,7 @@ from groups import (
   failing,
   H,
   K,
-  not_with_xla,
   of_one_process,
-  spec,
   T,
 )
 from op_functions import Ops, round_trip, Sizes
@@ -80,17 +78,6 @@ def test_another_order_of_the_axes_is_accepted(group):
   mesh = mesh_of([0, 2, 1, 3], ("ep", "dp"))
   actual = run_on(mesh, case, round_trip, *arrays)
   assert_same(actual, expected(case, round_trip, *arrays))
-
-
-@not_with_xla("the devices may have any order")
-@pytest.mark.parametrize("name", OTHERS)
-def test_tracing_compares_the_mesh_in_context(group, name):
-  case, *_ = case_of(group)
-  mesh = OTHERS[name]
-  with jax.set_mesh(mesh), refused("ep_prepare", "moe_3", "mesh", "ep_boot"):
-    jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)(
-      to_global(case.topk_idx, mesh, spec(case.layer))
-    )
 
 
 @pytest.mark.skipif(
