@@ -11,7 +11,6 @@ import functools
 import glob
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
@@ -67,21 +66,9 @@ def die(way, event="end"):
   say(event, "happens")
   if way == "raise":
     raise ValueError("no data")
-  if way == "memory":
-    fill_memory()
   if not isinstance(way, str):
     sys.exit(way)
   signal.raise_signal(signal.Signals[f"SIG{way}"])
-
-
-def fill_memory():
-  """Makes a large array with little memory."""
-  import jax
-
-  pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-  most = pages * resource.getpagesize() + (64 << 20)
-  resource.setrlimit(resource.RLIMIT_AS, (most, most))
-  jax.block_until_ready(jax.numpy.zeros(1 << 30))
 
 
 def hang(ignore=None):

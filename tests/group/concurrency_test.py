@@ -63,16 +63,6 @@ def test_many_layers_of_two_groups(request):
     assert_same(run(*claims), want)
 
 
-def test_two_programs_in_flight():
-  claims = [
-    claim(ROUTINGS[i % 4], (block, block_and_back)[i % 2], 1 + i)
-    for i in range(16)
-  ]
-  outs = [run(c) for c in claims]
-  for c, (out,) in zip(claims, outs, strict=True):
-    assert_same(out, expected(*c))
-
-
 def test_one_rank_runs_extra_programs():
   """Ranks need not launch unrelated programs equally often."""
   device = jax.devices()[1]

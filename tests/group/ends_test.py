@@ -89,16 +89,16 @@ DEATHS = {
     | death("1 0 combine before", {0}),
     grace=60.0,
   ),
-  "an exception, because it has no memory": Job(
+  "an exception": Job(
     [
       "run = prepare(); run(); expect_error('end', forever, run)",
-      "run = prepare(); run(); die('memory')",
+      "run = prepare(); run(); die('raise')",
     ],
     codes=[0, 1],
     code=1,
-    logs={1: "Out of memory"},
+    logs={1: "no data"},
     ends={"end": End(r"UNAVAILABLE.*process 1\b", {0})},
-    report="rank 1 failed with exit code 1.*Out of memory",
+    report="rank 1 failed with exit code 1.*no data",
   ),
   "rank 0, and no other rank awaits another": Job(
     [

@@ -114,14 +114,6 @@ def test_a_killed_program_continues_on_fewer_ranks(tmp_path, monkeypatch):
     assert abs(loss - names["losses"][step]) < 1e-5
 
 
-def test_programs_restore_checkpoints_alike():
-  """A page and the trainer have the function of the page on failures."""
-  program = _python("docs/howto/failures.md")
-  function = re.search(r"(?ms)^def restore\(.*?(?=\n\n\n)", program)[0]
-  for path in ("docs/howto/train.md", "examples/train_moe_lm.py"):
-    assert (_ROOT / path).read_text().count(function) == 1
-
-
 def _value(cell):
   try:
     return ast.literal_eval(cell)
