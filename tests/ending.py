@@ -11,7 +11,6 @@ import functools
 import glob
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
@@ -67,21 +66,9 @@ def die(way, event="end"):
   say(event, "happens")
   if way == "raise":
     raise ValueError("no data")
-  if way == "memory":
-    fill_memory()
   if not isinstance(way, str):
     sys.exit(way)
   signal.raise_signal(signal.Signals[f"SIG{way}"])
-
-
-def fill_memory():
-  """Makes a large array with little memory."""
-  import jax
-
-  pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-  most = pages * resource.getpagesize() + (64 << 20)
-  resource.setrlimit(resource.RLIMIT_AS, (most, most))
-  jax.block_until_ready(jax.numpy.zeros(1 << 30))
 
 
 def hang(ignore=None):
@@ -272,29 +259,6 @@ def say_what_is_left():
   import ep
 
   group = ep.ep_bootstrap(mesh(), num_experts=RANKS)
-
-
-def leave_loop():
-  """Launches a long loop with a psum of XLA, on the devices of one process."""
-  import jax
-  import jax.numpy as jnp
-
-  ep, groups = world()
-  layer = groups.layer("dp2_ep2", top_k=1)
-
-  def steps(x):
-    def step(_, x):
-      handle = ep.ep_prepare(layer, jnp.zeros((len(x), 1), int))
-      rows, weights = ep.ep_dispatch(handle, x, jnp.ones((len(x), 1)))
-      return jax.lax.pmean(ep.ep_combine(handle, rows, weights), "dp")
-
-    return jax.lax.fori_loop(0, 500, step, x)
-
-  specs = dict(in_specs=groups.spec(layer), out_specs=groups.spec(layer))
-  program = jax.shard_map(
-    steps, mesh=layer.group.mesh, check_vma=False, **specs
-  )
-  print(jax.jit(program)(jnp.ones((20, 7))).shape)
 
 
 def psum(exit_after_s):

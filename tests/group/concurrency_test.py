@@ -30,7 +30,6 @@ from groups import (
   layer,
   MESHES,
   not_with_xla,
-  of_one_process,
 )
 from op_functions import block, block_and_back, Ops, round_trip
 
@@ -64,31 +63,6 @@ def test_many_layers_of_two_groups(request):
     assert_same(run(*claims), want)
 
 
-def test_128_branches_on_one_handle():
-  case, _, tokens, weights, _ = claim("skewed")
-
-  def fan_out(ops, tokens, weights):
-    @jax.jit  # JAX traces the branch only once.
-    def branch(handle, tokens):
-      return Ops(handle).dispatch(tokens, weights)[0]
-
-    return [branch(ops.handle, tokens * i) for i in range(128)]
-
-  rows, _ = case.oracle.dispatch(tokens, weights)
-  for i, out in enumerate(case.run(fan_out, tokens, weights)):
-    assert_same(out, rows * np.float32(i))
-
-
-def test_two_programs_in_flight():
-  claims = [
-    claim(ROUTINGS[i % 4], (block, block_and_back)[i % 2], 1 + i)
-    for i in range(16)
-  ]
-  outs = [run(c) for c in claims]
-  for c, (out,) in zip(claims, outs, strict=True):
-    assert_same(out, expected(*c))
-
-
 def test_one_rank_runs_extra_programs():
   """Ranks need not launch unrelated programs equally often."""
   device = jax.devices()[1]
@@ -99,17 +73,14 @@ def test_one_rank_runs_extra_programs():
     check(claim("skewed", block))
 
 
-@pytest.mark.parametrize(
-  "wrap", [jax.jit, pytest.param(jax.checkpoint, marks=of_one_process)]
-)
-def test_one_inner_function_twice_in_one_program(wrap):
+def test_one_inner_function_twice_in_one_program():
   """A program calls one jitted block twice, with different tokens.
 
   JAX may lower the block once and call it twice. Then one op of the module runs
   as two exchanges, in either order.
   """
 
-  @wrap
+  @jax.jit
   def inner(topk_idx, *x):
     return block(Ops(ep.ep_prepare(layer(), topk_idx)), *x)
 
@@ -127,28 +98,6 @@ def test_one_inner_function_twice_in_one_program(wrap):
   want = [expected(*claim) for claim in claims]
   for _ in range(8):
     assert_same(run(*claims), want)
-
-
-def test_branches_and_loops_that_depend_on_data():
-  """All ranks take the same branch, which they know only at run time."""
-
-  def decided(ops, steps, tokens, weights):
-    def once(x):
-      return ops.combine(ops.dispatch(x, weights)[0])
-
-    x = lax.cond(steps > 2, once, lambda x: x, tokens)
-    return lax.fori_loop(0, steps, lambda _, x: once(x), x)
-
-  case = Case(layer(), "skewed", whole=True)
-  inputs = case.tokens(), case.weights()
-
-  @jax.jit
-  def program(steps, topk_idx, *inputs):
-    return decided(Ops(ep.ep_prepare(case.layer, topk_idx)), steps, *inputs)
-
-  for steps in (0, 3):
-    actual = program(steps, *map(case.put, (case.topk_idx, *inputs)))
-    assert_same(actual, expected(case, decided, steps, *inputs))
 
 
 def test_two_loops_in_parallel():

@@ -89,22 +89,16 @@ DEATHS = {
     | death("1 0 combine before", {0}),
     grace=60.0,
   ),
-  "of another job, whose groups have equal names": Job(
-    ["death(1, 'SEGV', 'combine', 'during'); leave()"],
-    codes=[0, -signal.SIGSEGV],
-    code=128 + signal.SIGSEGV,
-    ends=death("1 SEGV combine during", {0}),
-  ),
-  "an exception, because it has no memory": Job(
+  "an exception": Job(
     [
       "run = prepare(); run(); expect_error('end', forever, run)",
-      "run = prepare(); run(); die('memory')",
+      "run = prepare(); run(); die('raise')",
     ],
     codes=[0, 1],
     code=1,
-    logs={1: "Out of memory"},
+    logs={1: "no data"},
     ends={"end": End(r"UNAVAILABLE.*process 1\b", {0})},
-    report="rank 1 failed with exit code 1.*Out of memory",
+    report="rank 1 failed with exit code 1.*no data",
   ),
   "rank 0, and no other rank awaits another": Job(
     [
@@ -119,22 +113,19 @@ DEATHS = {
 }
 
 EXITS = {
-  f"with {code} and an op that only the other rank ran": Job(
+  "before an op that only the other rank ran": Job(
     [
       "run = prepare(); run(); note('goes_on'); run()",
-      "run = prepare(); run(); wait_for('goes_on'); time.sleep(3);"
-      f" die({code})",
+      "run = prepare(); run(); wait_for('goes_on'); time.sleep(3); die(0)",
     ],
-    codes=[1, code or 1],
-    code=code or 1,
+    codes=[1, 1],
+    code=1,
     logs={
       0: r"UNAVAILABLE: ep_prepare.*rank 1 \(process 1\) finalized the group",
       1: r"At exit: ep_finalize: rank 0 \(process 0\) ran ep_prepare",
     },
-    report=f"rank 1 failed with exit code {code or 1}",
-  )
-  for code in (0, 75)
-} | {
+    report="rank 1 failed with exit code 1",
+  ),
   "with programs in flight": Job(
     [
       "run = prepare(timeout_s=1); x = sleep_on_device(6); note('slept')",
@@ -154,9 +145,6 @@ EXITS = {
     codes=[0, 0],
     code=0,
     logs={0: "^group is open: False\nfinalizers\n$"},
-  ),
-  "with a long loop on the devices of one process": Job(
-    ["leave_loop()"], codes=[0], code=0, logs={0: r"^\(20, 7\)\n$"}, devices=4
   ),
 }
 
@@ -261,9 +249,6 @@ OF_THE_LAUNCHER = {
     code=1,
     report=r"of 2 ranks, these have not joined the others: 1\. .*"
     r"Call ep\.launch\.initialize\(\) before",
-  ),
-  "no rank joins": Job(
-    [""], codes=[0, 0], code=0, report="have not joined the others: 0, 1\\."
   ),
   "a rank exits before it joins a rank that waits": Job(
     # Without the launcher, JAX would let rank 0 wait for 300 s.
@@ -419,14 +404,6 @@ def test_a_rank_of_xla_is_missing(done, name):
 @of(OF_THE_LAUNCHER)
 def test_a_rank_ends_under_the_launcher(done, name):
   done[name].result()
-
-
-def test_two_jobs_do_not_mix(done):
-  """Two jobs may have groups with equal names at the same time."""
-  (begin, end), (begin_2, end_2) = (
-    done[name].result() for name in [*DEATHS][:2]
-  )
-  assert max(begin, begin_2) < min(end, end_2)
 
 
 STORE = {

@@ -10,20 +10,18 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import pathlib
-import re
 import weakref
 
 import jax
 import pytest
 
-from cases import assert_same, Case, expected, global_view, large_case
+from cases import assert_same, Case, expected, global_view
 from conftest import make_mesh, TIMEOUT_S
 import ep
 from ep._src.group import bootstrap as groups_of_process
 from ep.testing._footprint import Footprint
 from groups import bootstrap, not_with_xla
-from op_functions import everything, handle_of, round_trip
+from op_functions import handle_of, round_trip
 
 LIFETIMES_OF_A_PROGRAM = 20
 KEPT_PROGRAMS = 2
@@ -104,17 +102,6 @@ def test_a_program_is_released_with_its_function(lifetimes, want):
   )
 
 
-def test_groups_without_finalize(lifetimes, want):
-  """A group closes when no reference to it and no program of it is left."""
-  mesh = make_mesh({"ep": 4})
-
-  def use(group):
-    del group
-    run_program(bootstrap(mesh), want)
-
-  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM // 2, use)
-
-
 only_native = not_with_xla("a group has no system resources")
 
 
@@ -170,37 +157,6 @@ def test_finalize_with_launches_in_flight(want):
         assert "finalized" in str(e)
       else:
         assert_same(output, want)
-
-
-def segments():
-  """Returns the bytes of shared memory in which this process stages rows."""
-  maps = pathlib.Path("/proc/self/maps").read_text()
-  ranges = re.findall(r"^(\w+)-(\w+) rw-s .*memfd:ep_ffi ", maps, re.M)
-  return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
-
-
-@pytest.mark.skipif(jax.process_count() > 1, reason="needs one process")
-def test_ranks_of_a_process_need_no_segments():
-  case = large_case("skewed")
-  before = segments()
-  jax.block_until_ready(case.run(everything, *case.inputs()))
-  assert segments() == before
-
-
-@only_native
-@pytest.mark.skipif(jax.process_count() == 1, reason="needs several processes")
-def test_segments_are_used_again():
-  """An exchange stages the rows of a rank, and then frees their segment."""
-  case = large_case("skewed")
-  tokens, weights, rows, row_weights = inputs = case.inputs()
-  staged = (tokens.nbytes + weights.nbytes, rows.nbytes + row_weights.nbytes)
-  bytes = max(staged) // len(rows) + 64
-  before = segments()
-  for _ in range(8):
-    jax.block_until_ready(case.run(everything, *inputs))
-    # The five ops of `everything` and a second combine may run concurrently. A
-    # segment has at most four times the bytes of its exchange.
-    assert bytes <= segments() < before + 4 * 6 * bytes
 
 
 # --- Children -----------------------------------------------------------------

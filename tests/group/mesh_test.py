@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, expected, run_on
-from conftest import make_mesh, refused, to_global
+from conftest import make_mesh, refused
 import ep
 from groups import (
   bootstrap,
@@ -26,9 +26,7 @@ from groups import (
   failing,
   H,
   K,
-  not_with_xla,
   of_one_process,
-  spec,
   T,
 )
 from op_functions import Ops, round_trip, Sizes
@@ -82,17 +80,6 @@ def test_another_order_of_the_axes_is_accepted(group):
   assert_same(actual, expected(case, round_trip, *arrays))
 
 
-@not_with_xla("the devices may have any order")
-@pytest.mark.parametrize("name", OTHERS)
-def test_tracing_compares_the_mesh_in_context(group, name):
-  case, *_ = case_of(group)
-  mesh = OTHERS[name]
-  with jax.set_mesh(mesh), refused("ep_prepare", "moe_3", "mesh", "ep_boot"):
-    jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)(
-      to_global(case.topk_idx, mesh, spec(case.layer))
-    )
-
-
 @pytest.mark.skipif(
   jax.process_count() == 1, reason="one process has one order of devices"
 )
@@ -105,17 +92,6 @@ def test_processes_with_different_orders_do_not_bootstrap():
 
 # --- Abstract meshes ----------------------------------------------------------
 
-RANKS = 64
-# By default jax.export refuses all custom calls, even those of XLA.
-RAGGED = export.DisabledSafetyCheck.custom_call("ragged_all_to_all")
-
-
-@pytest.fixture
-def layer():
-  mesh = AbstractMesh((8, 8), ("dp", "ep"))
-  with bootstrap(mesh, num_experts=RANKS, backend=None) as group:
-    yield ep.EpLayerConfig(group)
-
 
 def inputs(layer):
   """Returns the global shapes of tokens, ids and weights."""
@@ -127,47 +103,6 @@ def inputs(layer):
     )
     for width, dtype in ((H, jnp.float32), (K, jnp.int32), (K, jnp.float32))
   ]
-
-
-def loss(layer):
-  def fn(tokens, topk_idx, weights):
-    ops = Ops(ep.ep_prepare(layer, topk_idx))
-    return jnp.sum(round_trip(ops, tokens, weights))
-
-  return fn
-
-
-@of_one_process
-def test_shapes_of_every_op(layer):
-  def ops(tokens, topk_idx, weights):
-    handle = ep.ep_prepare(layer, topk_idx)
-    recv, recv_weights = ep.ep_dispatch(handle, tokens, weights)
-    out = ep.ep_combine(handle, recv, weights=recv_weights)
-    return handle, recv, recv_weights, out
-
-  C, L = layer.capacity, layer.num_local_experts
-  mem, *shapes = jax.tree.leaves(jax.eval_shape(ops, *inputs(layer)))
-  assert (mem.shape[0], mem.dtype) == (RANKS, jnp.uint8)
-  assert [(x.shape, x.dtype) for x in shapes] == [
-    *(((RANKS, n), jnp.int32) for n in (L, L, 1, L, 1)),
-    ((RANKS * T, K), jnp.bool_),
-    ((RANKS, C, H), jnp.float32),
-    ((RANKS, C), jnp.float32),
-    ((RANKS * T, H), jnp.float32),
-  ]
-
-
-@of_one_process
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_export_for_other_machines(layer, platform):
-  result = export.export(
-    jax.jit(jax.grad(loss(layer))),
-    platforms=[platform],
-    disabled_checks=[RAGGED],
-  )(*inputs(layer))
-  assert result.nr_devices == RANKS
-  text = result.mlir_module()
-  assert ("@ragged_all_to_all" in text) == (platform != "cpu")
 
 
 def exported(mesh):
@@ -205,9 +140,3 @@ def test_an_exported_program_runs():
     ):
       array[: len(array) // 2] = value
     assert_same(program(*args), want)
-
-
-@of_one_process
-def test_native_backends_need_devices():
-  with pytest.raises(ValueError, match="AbstractMesh"):
-    bootstrap(AbstractMesh((4,), ("ep",)), backend="host")

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import pytest
 
-from cases import Case, global_view
+from cases import Case
 from conftest import make_mesh
 import ep
 from ep._src.group import agreement
@@ -70,7 +70,6 @@ def expect_disagreement(group, fn, *words):
   "option, odd, others, words",
   [
     ("top_k", 2, 3, ["top_k: 3 on rank 0", f"2 on {LAST}"]),
-    ("alignment", 2, 1, ["capacity: ", " on rank 0"]),
     ("recv_capacity_per_rank", 40, 44, ["capacity: 44 on rank 0", "40 on "]),
     ("overflow", "drop", "error", ["overflow: error on rank 0", "drop on "]),
     ("tail", "unspecified", "zero", ["tail: zero on rank 0", "unspecified on"]),
@@ -104,13 +103,11 @@ def test_other_tokens(group, make_layer, option, odd, others, words):
   expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
 
 
-@pytest.mark.parametrize("odd, others", [(8, 9), (0, 9)])
-def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
+def test_a_wrong_size_of_a_group_that_is_resized(group):
   error_type = (ValueError, RuntimeError)
   with pytest.raises(error_type, match="^ep_resize: ") as error:
-    ep.ep_resize(group, max_tokens_per_rank=either(odd, others))
-  words = ["9", "same arguments"] if odd else ["0, but it must be positive"]
-  expect_words(str(error.value), "max_tokens_per_rank = ", *words)
+    ep.ep_resize(group, max_tokens_per_rank=either(0, 9))
+  expect_words(str(error.value), "max_tokens_per_rank = 0, but it must be")
   check_works(group)
 
 
@@ -145,7 +142,7 @@ class Waits:
   rank.
   """
 
-  ALL = ("ops_in_another_order", "one_call_fewer", "other_programs", "compiled")
+  ALL = "one_call_fewer", "other_programs", "compiled"
 
   def __init__(self):
     self.errors, runs = {}, {}
@@ -170,26 +167,13 @@ class Waits:
     except ep.EpError as e:
       self.errors[name] = str(e)
 
-  def compile(self, fn, case, *args):
-    args = [*map(case.put, args)]
-    return functools.partial(jax.jit(fn).lower(*args).compile(), *args)
-
-  def ops_in_another_order(self, case):
-    """One rank orders independent ops in another way."""
-
-    def branches(ops, tokens, weights, rows):
-      if ODD:
-        out = ops.combine(rows)
-        return ops.dispatch(tokens, weights), out
-      recv = ops.dispatch(tokens, weights)
-      return recv, ops.combine(rows)
-
-    inputs = case.topk_idx, case.tokens(), case.weights(), case.rows()
-    return self.compile(global_view(case.layer, branches), case, *inputs)
+  def compile(self, fn, case):
+    ids = case.put(case.topk_idx)
+    return functools.partial(jax.jit(fn).lower(ids).compile(), ids)
 
   def one_call_fewer(self, case):
     step = self.compile(
-      lambda x: ep.ep_prepare(case.layer, x).group_sizes, case, case.topk_idx
+      lambda x: ep.ep_prepare(case.layer, x).group_sizes, case
     )
     for _ in range(2):
       jax.block_until_ready(step())
@@ -202,7 +186,7 @@ class Waits:
     def evaluate(x):
       return ep.ep_prepare(case.layer, x).token_counts
 
-    return self.compile(either(evaluate, train), case, case.topk_idx)
+    return self.compile(either(evaluate, train), case)
 
   def compiled(self, case):
     """One process compiles a program again, and the others do not."""
@@ -220,10 +204,6 @@ def waits():
 
 
 _WAITED = f"waited timeout_s = {SHORT_TIMEOUT_S:g} s for "
-
-
-def test_ops_in_another_order(waits):
-  expect_words(waits.errors["ops_in_another_order"], _WAITED, "op 3", "op 4")
 
 
 def test_one_call_fewer(waits):

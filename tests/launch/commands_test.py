@@ -8,7 +8,6 @@ import ast
 import io
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -134,9 +133,6 @@ def test_only_failures_and_bazel_keep_default_logs(tmp_path, monkeypatch):
   for _ in range(2):
     assert _launch_code("", num_processes=1) == 0
   assert len(list(tmp_path.glob("bazel/*/rank_*.log"))) == 2
-  monkeypatch.setenv("TEST_UNDECLARED_OUTPUTS_DIR", "/proc/nope")
-  with pytest.raises(ValueError, match="log_dir = '/proc/nope'"):
-    _launch_code("", num_processes=1)
 
 
 def _script(folder, text):
@@ -197,21 +193,6 @@ def test_a_reader_that_stalls_does_not_stop_the_launcher(tmp_path):
   assert "ep.launch: rank 1 failed with exit code 3" in output
 
 
-def test_a_huge_log_needs_little_memory(tmp_path):
-  """The launcher cuts the line of 100 MB in its report."""
-  script = _script(tmp_path, "import os\nos.write(1, bytes(100 << 20))\n1 / 0")
-  flags = ["--num_processes=2", f"--log_dir={tmp_path}", str(script)]
-  with (tmp_path / "output").open("wb") as output:
-    launcher = programs.start_launcher(*flags, stdout=output)
-  _, status, usage = os.wait4(launcher.pid, 0)
-  launcher.returncode = os.waitstatus_to_exitcode(status)
-  assert launcher.returncode == 1
-  assert usage.ru_maxrss < 300 << 10  # KiB; this process has half of it
-  text = (tmp_path / "output").read_bytes()[100 << 20 :].decode()
-  assert "ZeroDivisionError" in text
-  assert max(map(len, text.splitlines())) < 2000
-
-
 def test_output_that_the_terminal_cannot_encode(monkeypatch):
   """The launcher escapes characters that the terminal cannot encode."""
   program = r"import os; os.write(1, 'a caf\xe9\nand more\n'.encode())"
@@ -238,14 +219,10 @@ def test_the_command_line_takes_a_script_or_a_module(
     argv = ["--num_processes=1", *program, "--num_processes=9", "-m"]
     assert command.main(argv) == 0
     assert capsys.readouterr().out == "['--num_processes=9', '-m']\n"
-  for argv, words in [
-    (["--num_processes=1"], "name a program"),
-    (["--num_processes=0", "a.py"], "num_processes = 0, but it must be"),
-  ]:
-    with pytest.raises(SystemExit) as exit:
-      command.main(argv)
-    assert exit.value.code == 2
-    assert words in capsys.readouterr().err
+  with pytest.raises(SystemExit) as exit:
+    command.main(["--num_processes=1"])
+  assert exit.value.code == 2
+  assert "name a program" in capsys.readouterr().err
 
 
 def test_without_a_coordinator_no_rank_waits_for_it(
@@ -257,17 +234,6 @@ def test_without_a_coordinator_no_rank_waits_for_it(
   out = capsys.readouterr().out
   assert "coordinator failed with exit code 1" in out
   assert "  | no jaxlib here" in out
-
-
-def test_running_the_launcher_as_a_module_gives_no_warning(tmp_path):
-  program = """
-from ep import launch
-import ep
-assert ep.launch is launch and not hasattr(ep, "lunch")
-"""
-  script = _script(tmp_path, program)
-  argv = ["-W", "error", "-m", "ep", "launch", "--num_processes=1", script]
-  assert programs.run(*argv) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -365,19 +331,3 @@ def test_the_output_is_closed_or_full(command, code, words, tmp_path):
   )
   assert done.returncode == code, done.stdout
   assert "Traceback" not in done.stdout and words in done.stdout
-
-
-@pytest.mark.parametrize("command", ["", " info", " launch"])
-def test_each_command_explains_itself(command, capsys):
-  for option, code in ("--help", 0), ("--nope", 2):
-    with pytest.raises(SystemExit) as end:
-      main([*command.split(), option])
-    assert end.value.code == code
-    assert f"usage: python -m ep{command} " in "".join(capsys.readouterr())
-
-
-def test_the_help_lists_every_command(capsys):
-  with pytest.raises(SystemExit):
-    main(["--help"])
-  listed = re.findall(r"^(\w+) {2,}[a-z]", capsys.readouterr().out, re.M)
-  assert listed == ["info", "launch"]

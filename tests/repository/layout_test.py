@@ -87,12 +87,5 @@ def test_only_compat_imports_private_jax():
       assert not re.search(r"jax\._src|\b_jax\b", path.read_text()), path
 
 
-def test_no_import_is_only_for_type_checkers():
-  """Imports under TYPE_CHECKING hide cycles; ep/__init__.py is an exception."""
-  for path in source_files():
-    is_ep = path == pathlib.Path(ep.__file__)
-    assert is_ep or "TYPE_CHECKING" not in path.read_text(), path
-
-
 def source_files():
   return pathlib.Path(ep.__file__).parent.glob("**/*.py")

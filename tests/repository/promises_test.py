@@ -25,7 +25,7 @@ PROMISES = {
     " ops/reference: a_sum_is_not_rounded_between_its_terms",
     "fp8 rows": "ops/rules: rule; ops/wire: rounded_rows",
     "Quantizers": "ops/quantizers: every_number_of_16_bits",
-    "Sizes and defaults": "group/layers:"
+    "Sizes and defaults": "group/bootstrap:"
     " the_default_capacity_is_the_worst_case",
     "Two views": "ops/rules: draw; ops/views: views_agree",
     "Under JAX's transformations": "ops/transformations:"
@@ -40,7 +40,7 @@ PROMISES = {
     " a_mesh_that_is_not_the_groups; group/mesh:"
     " other_orders_of_the_devices_are_refused; group/bootstrap:"
     " groups_layers_and_handles_refuse_pickle; group/mismatch: other_layers;"
-    " group/ends: two_jobs_do_not_mix; refusals: refuses",
+    " refusals: refuses",
     "My job hangs": "watch/watch: a_process_that_is_elsewhere_is_named,"
     " a_stopped_process_is_named",
     "Read a missing rank": "group/ends: a_rank_dies",

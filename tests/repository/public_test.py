@@ -40,10 +40,6 @@ def test_only_public_names_are_seen():
   names = {}
   exec("from ep import *", names)
   assert names.keys() - {"__builtins__"} == set(ep.__all__)
-  for name in "ep_bootstrap", "ep_dispatch", "EpHandle", "launch":
-    assert name in ep.__all__
-  for name in "importlib", "typing", "jax":
-    assert name not in ep.__all__
 
 
 @pytest.mark.parametrize(

@@ -55,16 +55,6 @@ def test_files_with_other_versions_are_refused(tmp_path):
     release.find_version(tmp_path)
 
 
-def test_the_version_of_the_module_has_notes():
-  """The notes are the section of the version, or the unreleased one."""
-  version = release.find_version()
-  changelog = (_ROOT / "CHANGELOG.md").read_text()
-  changelog = changelog.replace("[Unreleased]", f"[{version}] - 2026-01-02")
-  notes = release.find_notes(changelog, version)
-  assert "### Added" in notes
-  assert "\n## " not in notes
-
-
 def test_a_registry_gets_the_archive_of_a_release():
   source = (_ROOT / ".bcr" / "source.template.json").read_text()
   source = json.loads(source.replace("{VERSION}", "$version"))
