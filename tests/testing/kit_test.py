@@ -66,18 +66,12 @@ def test_an_alignment_that_is_not_declared_is_not_built():
   "declared, says",
   [
     (dict(order="Source"), r"order='Source' .* one of \('source', 'any'\)"),
-    (dict(tail="zeros"), "tail='zeros' .* one of"),
-    (dict(overflow="raise"), "overflow='raise' .* one of"),
     (dict(dtypes="float32"), r"write dtypes=\('float32',\)"),
     (dict(dtypes=()), "dtypes=.* at least one element"),
-    (dict(alignments=()), "alignments=.* at least one element"),
     (dict(alignments=(0,)), "whole numbers from 1 on"),
     (dict(location="testing_subjects"), '"package.module:name"'),
     (dict(dtypes=("int32",)), "'int32', which is no name of a floating-point"),
     (dict(tolerance=None), "tolerance=None .* an ep.testing.Tolerance"),
-    (dict(gradients=1), "gradients=1 .* True or False"),
-    (dict(build=None), "build=None .* a function"),
-    (dict(limit_s="1"), "limit_s='1' .* a number"),
   ],
   ids=str,
 )
@@ -92,20 +86,12 @@ def test_an_unknown_declaration_is_refused(declared, says):
     (dict(subject=None), "subject=None has to be an ep.testing.Transport,"),
     (dict(rules="rows"), "rules='rows' has to be a list of names"),
     (dict(rules=["row"]), "no rule row; the rules are sizes, rows"),
-    (dict(seed=None), "seed=None has to be a whole number"),
   ],
   ids=str,
 )
-@pytest.mark.parametrize("function", [ep.testing.check, ep.testing.cases])
-def test_wrong_arguments_are_refused(function, arguments, says):
+def test_wrong_arguments_are_refused(arguments, says):
   with pytest.raises((TypeError, ValueError), match=says):
-    function(**dict(subject=PADDED) | arguments)
-
-
-@pytest.mark.parametrize("ulps", [None, -1, float("nan")])
-def test_a_tolerance_is_a_number(ulps):
-  with pytest.raises(TypeError, match="has to be a number from 0 on"):
-    Tolerance(ulps)
+    ep.testing.check(**dict(subject=PADDED) | arguments)
 
 
 def test_a_tolerance_that_accepts_anything_is_refused():
@@ -113,15 +99,8 @@ def test_a_tolerance_that_accepts_anything_is_refused():
   setting = dataclasses.replace(
     variant.setting(), top_k=3, dtype=jax.numpy.dtype("bfloat16")
   )
-  rounded = 3 + min(3, setting.ep_size) + 1
   with pytest.raises(ValueError, match=r"\d\d% with bfloat16; declare fewer"):
     Tolerance(4).limit(setting)
-  setting = dataclasses.replace(setting, dtype=jax.numpy.dtype("float32"))
-  assert Tolerance(4).limit(setting) == 4 * rounded
-  with pytest.raises(ValueError, match="declare fewer"):
-    ep.testing.check(
-      dataclasses.replace(PADDED, tolerance=Tolerance(4)), ["output"]
-    )
 
 
 def test_the_drawn_sizes_cover_what_is_declared():
@@ -158,12 +137,6 @@ def test_a_matmul_gets_the_declared_sizes():
     tail="zero",
   )
   assert ep.testing.check(subject, ["output"]).passed
-  for seed in range(20):
-    variants = Draw(subject, seed).every_kind()
-    assert {x.routing for x in variants} == ROUTINGS.keys()
-    assert max(x.tokens for x in variants) > 1 << 16
-    for size in ("hidden", "experts"):
-      assert max(getattr(x, size) for x in variants) > 256
 
 
 def test_cases_without_pytest_are_refused(monkeypatch):
