@@ -8,13 +8,11 @@ import json
 import pathlib
 import re
 
-from absl.testing import flagsaver
 import numpy as np
 import pytest
 
 import ep_moe
 import programs
-import ranks
 
 _NOTEBOOK = pathlib.Path(__file__).parents[2] / "examples/first_steps.ipynb"
 
@@ -91,19 +89,6 @@ def test_the_check_detects_a_wrong_value(capsys):
     {"grad": np.zeros(3)}, {"grad": np.full(3, 1e-18)}
   )
   assert ep_moe.verdict(deviations, 1e-6) == 0
-
-
-def test_text_is_read_in_order_of_name_and_without_binaries(tmp_path):
-  (tmp_path / "b").mkdir()
-  (tmp_path / "b" / "x").write_bytes(b"efg")
-  (tmp_path / "a").write_bytes(b"abcd")
-  (tmp_path / "binary").write_bytes(b"\0z")
-  (tmp_path / "dangling").symlink_to("nothing")
-  with flagsaver.flagsaver(text=str(tmp_path)):
-    read = ranks.read_text(limit=6, least=6)
-    assert read.dtype == np.int32 and bytes(read.astype(np.uint8)) == b"abcdef"
-    with pytest.raises(ValueError, match="has 7 bytes of text, .* needs 8"):
-      ranks.read_text(limit=8, least=8)
 
 
 def test_the_notebook(monkeypatch):
