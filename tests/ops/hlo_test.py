@@ -146,38 +146,6 @@ def test_a_loop_orders_only_collectives_that_need_its_results():
     ep.assert_ordered_collectives(jax.jit(lambda x: x))
 
 
-# `late` has an all-reduce after an op; `early` has an all-reduce before an op.
-BRANCHES = """HloModule jit_f
-
-%late (p: f32[4]) -> f32[4] {
-  %p = f32[4]{0} parameter(0)
-  %op = (f32[4]{0}, f32[4]{0}) custom-call(%p), custom_call_target="ep_dispatch"
-  %rows = f32[4]{0} get-tuple-element(%op), index=0
-  ROOT %sum = f32[4]{0} all-reduce(%rows), to_apply=%add
-}
-
-%early (p.1: f32[4]) -> f32[4] {
-  %p.1 = f32[4]{0} parameter(0)
-  %sum.1 = f32[4]{0} all-reduce(%p.1), to_apply=%add
-  ROOT %op.1 = f32[4]{0} custom-call(%sum.1), custom_call_target="ep_combine"
-}
-
-ENTRY %main (q: f32[4]) -> f32[4] {
-  %q = f32[4]{0} parameter(0)
-  %sum.2 = f32[4]{0} all-reduce(%q), to_apply=%add
-  %cond = f32[4]{0} conditional(%q, %q, %q), branch_computations={BRANCH}
-  ROOT %sum.3 = f32[4]{0} all-reduce(%q), to_apply=%add
-}
-"""
-
-
-def test_a_branch_orders_collectives_before_its_ops():
-  ep.assert_ordered_collectives(BRANCHES.replace("BRANCH", "%early, %early"))
-  program = BRANCHES.replace("BRANCH", "%early, %late")
-  with pytest.raises(AssertionError, match="all-reduce  beside conditional "):
-    ep.assert_ordered_collectives(program)
-
-
 @pytest.mark.skipif(GPU, reason="the profiler needs CUPTI")
 def test_spans_name_the_op_and_the_layer(tmp_path):
   """JAX's profiler shows each op as a span that is named like an instruction.

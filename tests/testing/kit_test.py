@@ -16,7 +16,6 @@ from testing_subjects import HOST, ONE_HOT
 import ep
 from ep.testing import GroupedMatmul, Tolerance
 from ep.testing._routings import ROUTINGS
-from ep.testing._rules import RULES
 from ep.testing._variants import Draw
 
 # Our ops, with two properties undeclared.
@@ -44,17 +43,6 @@ def test_cases_have_names_and_skipped_rules_have_reasons():
   assert reasons["killed_rank"].startswith("not declared: location=")
   of_layer = {case.id: case.marks for case in ep.testing.cases(ONE_HOT)}
   assert of_layer["rows"][0].kwargs["reason"] == "not for a Layer"
-
-
-def test_an_alignment_that_is_not_declared_is_not_built():
-  subject = dataclasses.replace(HOST, alignments=(4, 8))
-  settings = {
-    variant.setting()
-    for rule in RULES.values()
-    for variant in rule.variants(subject, 0)
-  }
-  assert {x.alignment for x in settings} == {4, 8}
-  assert all(x.capacity % x.alignment == 0 for x in settings)
 
 
 @pytest.mark.parametrize(
