@@ -198,7 +198,7 @@ def run_on(mesh, case, fn, *arrays):
   return program(*jax.tree.map(lambda x: to_global(x, mesh, sharded), args))
 
 
-def local_view(layer, fn, *, check_vma=True, out_specs=None):
+def local_view(layer, fn, *, check_vma=True):
   def call(routing, *arrays):
     return fn(LocalOps(_prepare(layer, routing)), *arrays)
 
@@ -206,7 +206,7 @@ def local_view(layer, fn, *, check_vma=True, out_specs=None):
     call,
     mesh=layer.group.mesh,
     in_specs=spec(layer),
-    out_specs=out_specs or spec(layer),
+    out_specs=spec(layer),
     check_vma=check_vma,
   )
 

@@ -8,7 +8,6 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 import ep
 
@@ -110,22 +109,3 @@ def everything(ops, tokens, weights, rows, row_weights):
     dispatch_bwd=(g_tokens, Moved((g_weights,))),
     combine_bwd=Moved(ops.combine_bwd((rows,), tokens)),
   )
-
-
-def after(callback, x, *args):
-  """Returns a rank's array `x`, after `callback(rank, *args)` has run.
-
-  The callback takes only scalars: a callback that takes arrays may deadlock.
-  """
-
-  def run(number, *args):
-    callback(*args)
-    return np.asarray(number)
-
-  number = x.ravel()[0]
-  number = jax.pure_callback(
-    run,
-    jax.ShapeDtypeStruct((), x.dtype),
-    *(number, jax.lax.axis_index("ep"), *args),
-  )
-  return x.at[(0,) * x.ndim].set(number)

@@ -35,7 +35,6 @@ def mesh(devices, **axes):
   [
     (mesh([gpu(0, platform="tpu"), gpu(1)]), ["'tpu'"]),
     (mesh([gpu(0), gpu(1, compute_capability="8.0")]), ["Hopper", "8.0"]),
-    (mesh([gpu(0), gpu(1, compute_capability="gfx942")]), ["Hopper", "gfx942"]),
     (mesh([gpu(0), gpu(1)], dp=2, ep=1), ["two ranks", "'ep'"]),
     (mesh([gpu(0), gpu(0)]), ["one process per GPU", "process 0 has 2"]),
   ],
@@ -165,20 +164,6 @@ def test_ranks_connect_with_the_id_of_their_domain(
     "join",
     ("open_nccl_group", ("ep0",)),
   ]
-  for unknown, message in [
-    (
-      dict(top_k=None, recv_capacity_per_rank=None),
-      "largest top_k of the layers",
-    ),
-    (dict(max_tokens_per_rank=None), 'max_tokens_per_rank is None.*"xla"'),
-    (dict(hidden_dim=None), "hidden_dim is None.*ep_resize"),
-  ]:  # `join` reports the error to the other processes.
-    with pytest.raises(ValueError, match=message):
-      NcclBackend().connect(dataclasses.replace(group, **unknown), join)
-  with monkeypatch.context() as patch:
-    patch.setenv("XLA_FLAGS", f"--{LIMIT}=1 --{LIMIT}=2")
-    with pytest.raises(ValueError, match=f"--{LIMIT}=2.*indefinitely"):
-      NcclBackend().connect(group, join)
   # By default, the group's capacity fits the worst case, and layers inherit it.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved
@@ -204,18 +189,10 @@ def test_ranks_connect_with_the_id_of_their_domain(
   assert lookout == ["ep0", me % 2, me // 2, processes, 1.0]
 
 
-def test_other_communicators_are_refused(monkeypatch):
-  monkeypatch.setenv("EP_NCCL_COMMUNICATOR", "mine")
-  with pytest.raises(ValueError, match="is 'mine'; set it to"):
-    nccl_backend._communicator()
-
-
 @pytest.mark.parametrize(
   "plugins, wheels, found",
   [
-    (["12"], ["12", "13"], "jax_ep_cuda12"),
     (["13"], ["12", "13"], "jax_ep_cuda13"),
-    (["12", "13"], ["12"], "jax_ep_cuda12"),
     ([], ["12"], "jax_ep_cuda12"),
     (["12"], ["13"], "a wheel of jax-ep-cuda12, which fits the CUDA plugin"),
   ],

@@ -111,8 +111,10 @@ def test_prepare_finds_the_files_of_wheels(machine):
   }
 
 
-@pytest.mark.parametrize("folder", ["lib", "lib/cu13"])
-@pytest.mark.parametrize("library", ["libnccl_ep.so", "libnccl_ep.so.0"])
+@pytest.mark.parametrize(
+  "folder, library",
+  [("lib", "libnccl_ep.so"), ("lib/cu13", "libnccl_ep.so.0")],
+)
 def test_prepare_keeps_the_users_variables(
   machine, monkeypatch, folder, library
 ):
@@ -184,10 +186,8 @@ def test_prepare_calls_the_compiler_as_nccl_ep_does(machine, monkeypatch):
   "missing, words",
   [
     (NCCL_EP_INCLUDE, ["NCCL EP's headers", "nccl-extensions", "SOURCE_DIR"]),
-    (f"{NCCL_EP_INCLUDE}/nccl_ep.h", ["nccl_ep.h has none", "SOURCE_DIR"]),
     ("nccl/ep/lib/cu13/libnccl_ep.so", ["lib/cu13", "nccl-extensions==0.1.0"]),
     (NCCL_INCLUDE, ["NCCL's headers", "jax-ep-cuda13"]),
-    (f"{NCCL_INCLUDE}/nccl.h", ["nccl.h", "jax-ep-cuda13"]),
     ("nvidia/cu13/include", ["CUDA's headers", "nvidia-cuda-runtime"]),
     ("nvidia/cu13/bin/nvcc", ["nvidia-cuda-nvcc", "CUDA_HOME"]),
   ],
@@ -198,40 +198,19 @@ def test_prepare_names_a_missing_file(machine, missing, words):
   assert_refused(*words)
 
 
-@pytest.mark.parametrize("variable", ["NCCL_EP_JIT_NVCC", "NVCC"])
-def test_prepare_names_a_missing_compiler(machine, monkeypatch, variable):
-  wheels(machine)
-  monkeypatch.setenv(variable, "my-nvcc")
-  assert_refused(f"{variable} = my-nvcc is no program")
-
-
 def test_prepare_refuses_a_compiler_that_fails(machine):
   nvcc = wheels(machine, "echo no host compiler; exit 1")
   assert_refused(str(nvcc), "no host compiler", "NCCL_EP_JIT_NVCC", "cccl")
 
 
-@pytest.mark.parametrize(
-  "version, words", [(23203, "2.32.3"), (23006, "2.30.6")]
-)
-def test_prepare_refuses_headers_of_another_nccl(machine, version, words):
+def test_prepare_refuses_headers_of_another_nccl(machine):
   """Compiled with wrong headers, NCCL EP's kernels would misread arguments."""
   wheels(machine)
-  write_nccl_header(machine / NCCL_INCLUDE, version)
-  assert_refused(words, "install jax-ep-cuda13", "BUILD_INCLUDE_DIR")
+  write_nccl_header(machine / NCCL_INCLUDE, 23203)
+  assert_refused("2.32.3", "install jax-ep-cuda13", "BUILD_INCLUDE_DIR")
 
 
-@pytest.mark.parametrize(
-  "api, sizes, words",
-  [
-    (
-      3,
-      dict(GROUP_CONFIG=120),
-      "has API 3, with structs {'GROUP_CONFIG': 120}",
-    ),
-    (2, dict(NEW_CONFIG=8), "has API 2, with structs {'NEW_CONFIG': 8}"),
-  ],
-)
-def test_prepare_refuses_another_api_of_a_neighbour(machine, api, sizes, words):
+def test_prepare_refuses_another_api_of_a_neighbour(machine):
   """Refuses headers that a library of this process has set, as C code does.
 
   TransformerEngine sets the variable with setenv, which `os.environ` does not
@@ -239,12 +218,16 @@ def test_prepare_refuses_another_api_of_a_neighbour(machine, api, sizes, words):
   """
   wheels(machine)
   theirs = machine / "transformer_engine/nccl_ep/include"
-  write_nccl_ep_header(theirs, api, **sizes)
+  write_nccl_ep_header(theirs, 3, GROUP_CONFIG=120)
   (theirs / "nccl_ep").mkdir()
   libc = ctypes.CDLL(None)
   libc.setenv(b"NCCL_EP_JIT_SOURCE_DIR", bytes(theirs / "nccl_ep"), 0)
   try:
-    assert_refused(words, "unset NCCL_EP_JIT_SOURCE_DIR", "TransformerEngine")
+    assert_refused(
+      "has API 3, with structs {'GROUP_CONFIG': 120}",
+      "unset NCCL_EP_JIT_SOURCE_DIR",
+      "TransformerEngine",
+    )
     assert not set(VARIABLES) & set(os.environ)
   finally:
     libc.unsetenv(b"NCCL_EP_JIT_SOURCE_DIR")
@@ -311,9 +294,3 @@ def test_a_link_to_kernels_must_be_the_users(machine, monkeypatch, name):
   prepare()
   monkeypatch.setattr(installation, "_owner", foreign(machine / name))
   cache_refused(machine, f"{machine / name} belongs to another user")
-
-
-def test_a_machine_without_a_folder_for_kernels_is_refused(machine):
-  wheels(machine)
-  (machine / "cache").touch()
-  cache_refused(machine, "Not a directory")

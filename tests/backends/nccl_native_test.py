@@ -62,10 +62,6 @@ def close(names):
   on_ranks(len(names), lambda rank: ffi.close_group("nccl", names[rank]))
 
 
-def test_ids_differ():
-  assert ffi.new_nccl_id("", "") != ffi.new_nccl_id("", "")
-
-
 def test_a_group_can_be_created_used_and_closed():
   names = ["rank0", "rank1"]
   connect(names)
@@ -110,21 +106,6 @@ def test_the_watchdog_reports_the_progress_of_a_rank():
   close(names)
   with pytest.raises(ffi.NativeError, match="closed"):
     ffi.nccl_place("place0", 0, "", False)
-
-
-def test_a_larger_group_replaces_one_of_the_same_name():
-  """A larger group replaces a group of the same name, as in `ep.ep_resize`."""
-  names = ["rank0", "rank1"]
-  for sizes in dict(), dict(max_tokens=32, capacity=128, max_row_bytes=512):
-    connect(names, **sizes)
-    try:
-      sizes = SIZES | sizes
-      most, capacity = sizes["max_tokens"], sizes["capacity"]
-      assert ffi.mem_bytes("nccl", "rank0", most, 2, 1, capacity) > 0
-      with pytest.raises(ValueError, match=f"{most + 1} tokens"):
-        ffi.mem_bytes("nccl", "rank0", most + 1, 2, 1, capacity)
-    finally:
-      close(names)
 
 
 def error_in_a_new_process(libraries, *files, private=""):

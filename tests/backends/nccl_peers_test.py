@@ -23,7 +23,6 @@ from ep._src.base import compat
 from ep._src.group import agreement
 from ep._src.native import ffi
 from groups import bootstrap
-from nccl_testing import gpu
 
 TIMEOUT_S = 4.0
 PROCESSES = [0, 10, 20, 30]
@@ -122,31 +121,6 @@ def test_ranks_that_wait_name_the_same_ranks():
   assert heard[me + 2][-1] == ""
 
 
-def test_look_gets_the_error_of_the_store(monkeypatch):
-  def fails():
-    raise jax.errors.JaxRuntimeError("no store")
-
-  heard = []
-
-  def look(others):
-    heard.append(others)
-    if others:
-      raise ffi.NativeError("the group was closed")
-    return waits(0, "a")
-
-  monkeypatch.setattr(peers.compat, "distributed_client", fails)
-  lookout = peers.Lookout("group", 0, 0, [0, 1], 0.1, look)
-  while len(heard) < 2:
-    time.sleep(0.01)
-  lookout.stop()
-  assert heard == ["", "Of the other ranks nothing is known: no store."]
-
-
-def test_without_a_timeout_no_thread_looks():
-  lookout = peers.Lookout("group", 0, 0, [0, 1], float("inf"), None)
-  lookout.stop()
-
-
 # --- Settings that all processes refuse --------------------------------------
 
 LAST = jax.process_count() - 1
@@ -233,9 +207,7 @@ def test_processes_may_differ_in_other_variables(
   assert os.environ[variable] == value
 
 
-@pytest.mark.parametrize(
-  "step", ["prepare", "create_nccl_group", "connect_nccl_group"]
-)
+@pytest.mark.parametrize("step", ["prepare", "connect_nccl_group"])
 def test_the_refusal_of_one_process_reaches_all_immediately(
   machine, config, monkeypatch, step
 ):
@@ -255,10 +227,3 @@ def test_the_refusal_of_one_process_reaches_all_immediately(
   assert time.monotonic() - begin < 60
   is_made = not IS_ODD or step == "connect_nccl_group"
   assert closed == ([("nccl", config.name)] if is_made else [])
-
-
-def test_ep_info_reports_a_refused_variable(machine, monkeypatch):
-  monkeypatch.setattr(jax, "local_devices", lambda: [gpu()])
-  monkeypatch.setenv("NCCL_EP_DISABLE_GUARD", "on")
-  with refused("NCCL_EP_DISABLE_GUARD = on lets an op overwrite rows"):
-    NcclBackend().probe()

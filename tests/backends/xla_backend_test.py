@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, check, expected, lower, run
+from cases import assert_same, Case, expected, lower, run
 from conftest import assert_alike, make_mesh
 import ep
 from ep._src.backends import host
 from ep._src.backends.xla import exchanges, plans
 from ep._src.base import compat
 from ep._src.base.backend import CannotServe
-from ep._src.group import bootstrap as bootstrap_module
 from ep._src.native import ffi
 from groups import bootstrap, group, K
 from op_functions import (
@@ -173,7 +172,6 @@ def exchanged(handle, tokens, weights, rows):
 
 FORGERIES = {
   "of_another_rank": lambda mem: jnp.roll(mem, 1, axis=0),
-  "garbage": lambda mem: jnp.full_like(mem, 7),
   "garbage_after_the_header": lambda mem: mem.at[:, 64:].set(0x7F),
   # Both swapped choices stay in range, and the sum of choices stays the same.
   "two_choices_swapped": lambda mem: mem.at[:, 12:20].set(
@@ -195,19 +193,6 @@ def test_a_forged_handle_gives_nan(forge, cannot_raise):
     other = layer(alignment=2, recv_capacity_per_rank=handle.layer.capacity)
     handle = dataclasses.replace(handle, layer=other)
   for leaf in jax.tree.leaves(exchanged(handle, *map(case.put, inputs))):
-    for shard in leaf.addressable_shards:
-      assert np.isnan(np.asarray(shard.data)).all()
-
-
-@pytest.mark.parametrize("forge", ["of_another_rank", "two_choices_swapped"])
-def test_a_forged_handle_in_ragged_exchanges(forge, cannot_raise, ragged):
-  """Rows are NaN as well, because each rank sends NaN."""
-  case = Case(layer(name=f"ragged_{forge}"))
-  inputs = case.tokens(), case.weights(), case.rows()
-  handle = case.run(handle_of)
-  handle = dataclasses.replace(handle, mem=FORGERIES[forge](handle.mem))
-  outs = jax.jit(exchanged.__wrapped__)(handle, *map(case.put, inputs))
-  for leaf in jax.tree.leaves(outs):
     for shard in leaf.addressable_shards:
       assert np.isnan(np.asarray(shard.data)).all()
 
@@ -250,19 +235,6 @@ def test_handles_of_two_routings_are_refused():
 # --- The default backend -----------------------------------------------------
 
 
-def assert_selects_xla(caplog, *words):
-  """Checks that backend=None selects xla, with the reason in one log line."""
-  mesh = make_mesh({"ep": 4})
-  with (
-    caplog.at_level(logging.INFO, "ep"),
-    bootstrap(mesh, backend=None) as group,
-  ):
-    assert group.backend == "xla"
-  (record,) = [r for r in caplog.records if r.name == "ep"]
-  for word in ["xla", group.name, *words]:
-    assert word in record.getMessage()
-
-
 def test_none_is_native_where_it_can_be(caplog):
   with bootstrap(make_mesh({"ep": 4}), backend=None) as group:
     assert group.backend == "host"
@@ -274,24 +246,14 @@ def test_a_mesh_that_the_native_backend_cannot_serve(monkeypatch, caplog):
     raise CannotServe(f"needs another axis than {axis_name!r}")
 
   monkeypatch.setattr(host.HostBackend, "check_mesh", refuse)
-  assert_selects_xla(caplog, "needs another axis than 'ep'")
-  with pytest.raises(ValueError, match="another axis"):
-    bootstrap(make_mesh({"ep": 4}), backend="host")
-
-
-def test_a_platform_without_a_native_backend(monkeypatch, caplog):
-  monkeypatch.delitem(bootstrap_module.NATIVE, "cpu")
-  assert_selects_xla(caplog, "no native backend", "'cpu'")
-
-
-def test_a_name_is_taken_by_a_group_of_either_backend():
   mesh = make_mesh({"ep": 4})
-  for first, second in ("xla", "host"), ("host", "xla"):
-    with bootstrap(mesh, backend=first, name="both"):
-      with pytest.raises(ValueError, match="both"):
-        bootstrap(mesh, backend=second, name="both")
-
-
-def test_groups_of_both_backends_in_one_program():
-  cases = [Case(layer(backend=b)) for b in ("xla", "host")]
-  check(*((c, round_trip, c.tokens(), c.weights()) for c in cases))
+  with (
+    caplog.at_level(logging.INFO, "ep"),
+    bootstrap(mesh, backend=None) as group,
+  ):
+    assert group.backend == "xla"
+  (record,) = [r for r in caplog.records if r.name == "ep"]
+  for word in "xla", group.name, "needs another axis than 'ep'":
+    assert word in record.getMessage()
+  with pytest.raises(ValueError, match="another axis"):
+    bootstrap(mesh, backend="host")

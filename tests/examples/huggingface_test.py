@@ -32,9 +32,6 @@ CONFIGS = {
   "qwen3": dict(_QWEN3, num_experts=E, norm_topk_prob=True),
   "qwen3_unnormalized": dict(_QWEN3, num_local_experts=E, norm_topk_prob=False),
   "deepseek": dict(_DEEPSEEK, norm_topk_prob=True),
-  "deepseek_unnormalized": dict(
-    _DEEPSEEK, norm_topk_prob=False, n_shared_experts=0
-  ),
 }
 
 
@@ -147,25 +144,12 @@ def test_all_but_routers_keep_their_dtype():
   assert {*dtypes.values()} == {low}
 
 
-def test_a_preset_is_the_layer_of_a_published_config():
-  deepseek = dict(
-    **dict(model_type="deepseek_v3", hidden_size=7168, n_shared_experts=1),
-    **dict(moe_intermediate_size=2048, n_routed_experts=256, topk_group=4),
-    **dict(n_group=8, num_experts_per_tok=8, norm_topk_prob=True),
-    **dict(routed_scaling_factor=2.5, scoring_func="sigmoid"),
-  )
-  assert huggingface.layer_config(deepseek) == ep.presets.DEEPSEEK_V3
-
-
 @pytest.mark.parametrize(
   "changes, words",
   [
     (dict(model_type="llama"), ["model_type = 'llama'", "qwen3_moe"]),
-    (dict(hidden_size=None), ["config has no hidden_size"]),
     (dict(n_routed_experts=None), ["n_routed_experts; pass all of"]),
     (dict(hidden_act="gelu"), ["hidden_act = 'gelu'", "'silu'"]),
-    (dict(scoring_func="softmax"), ["scoring_func = 'softmax'", "'sigmoid'"]),
-    (dict(router_jitter_noise=0.1), ["router_jitter_noise = 0.1", "only 0.0"]),
   ],
   ids=str,
 )
@@ -186,7 +170,6 @@ UP = PREFIX + "experts.3.up_proj.weight"
     # Without their scales, quantized weights would be wrong.
     ({f"{UP}_scale_inv": 0}, f"no '{UP}_scale_inv'"),
     ({UP: np.ones((F, H), jnp.float8_e4m3fn)}, f"'{UP}' is float8_e4m3fn"),
-    ({UP: np.ones((F, H), np.int8)}, f"'{UP}' is int8; convert it to bfloat16"),
   ],
   ids=str,
 )
@@ -210,4 +193,3 @@ def test_no_parameter_is_lost():
   refuses("router has shape (1, 12, 8), but (12, 8) is expected", stacked)
   refuses("'bias' is missing or not", params, ep.moe.State(np.zeros(E)))
   refuses("'shared_up' is missing or not", params | {"shared_up": 0})
-  refuses("'w_up' is missing or not", {"router": 0, "w_gate": 0, "w_down": 0})

@@ -111,18 +111,16 @@ def maxtext(tmp_path_factory):
   sys.path.insert(0, str(folder / "src"))
   sys.meta_path.append(_StubFinder)
   from maxtext.configs import pyconfig
-  from maxtext.layers import initializers, moe, quantizations
+  from maxtext.layers import initializers, moe
   from maxtext.models import models
-  from maxtext.utils import max_utils, maxtext_utils
+  from maxtext.utils import maxtext_utils
 
   return types.SimpleNamespace(
     base=folder / "src/maxtext/configs/base.yml",
     initializers=initializers,
-    max_utils=max_utils,
     models=models,
     moe=moe,
     pyconfig=pyconfig,
-    quantizations=quantizations,
     utils=maxtext_utils,
   )
 
@@ -160,7 +158,7 @@ def _mesh(maxtext, config):
   return jax.sharding.Mesh(devices, config.mesh_axes)
 
 
-def _run(maxtext, x, input_ids=None, is_hash_routing=False, **fields):
+def _run(maxtext, x, **fields):
   """Returns (y, lb_loss, bias_updates), and gradients of the layer and of x."""
   config = _config(maxtext, **fields)
   mesh = _mesh(maxtext, config)
@@ -174,9 +172,7 @@ def _run(maxtext, x, input_ids=None, is_hash_routing=False, **fields):
     intermediate_dim=F,
     dtype=config.dtype,
     weight_dtype=config.weight_dtype,
-    quant=maxtext.quantizations.configure_quantization(config),
     rngs=nnx.Rngs(0),
-    is_hash_routing=is_hash_routing,
   )
   rng = np.random.default_rng(0)
   params = nnx.state(layer, nnx.Param)  # biases are zero until here
@@ -184,12 +180,9 @@ def _run(maxtext, x, input_ids=None, is_hash_routing=False, **fields):
     lambda p: jnp.asarray(rng.standard_normal(p.shape, np.float32) / 3), params
   )
   nnx.update(layer, params)
-  if is_hash_routing:
-    ids = rng.random((config.vocab_size, E)).argsort(axis=1)[:, :K]
-    layer.tid2eid[...] = jnp.asarray(ids, jnp.float32)
 
   def loss(layer, x):
-    results = layer(x, input_ids)
+    results = layer(x)
     return jnp.sum(jnp.sin(results[0])), results
 
   with mesh, nn.logical_axis_rules(config.logical_axis_rules):
@@ -241,138 +234,20 @@ def test_a_split_batch(maxtext, model, mesh):
 
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("mesh", _MESHES)
-@pytest.mark.parametrize("model", ["mixtral", "gpt_oss"])
-def test_a_replicated_batch(maxtext, model, mesh, length):
+def test_a_replicated_batch(maxtext, mesh, length):
   """MaxText replicates a batch of one sequence, as in decoding.
 
   The rows of `permute`, 2 or 10, cannot be split equally over 4 shards.
   """
-  fields = _MODELS[model] | _MESHES[mesh]
+  fields = _MODELS["gpt_oss"] | _MESHES[mesh]
   x = _x(1, length)
   _check(*(_run(maxtext, x, **fields, **path) for path in (_EP, _DENSE)))
 
 
-def test_hash_routing_gets_input_ids(maxtext):
-  fields = dict(model_name="deepseek4-tiny", vocab_size=64) | _MESHES["ep"]
-  ids = np.random.default_rng(2).integers(0, 64, (8, S))
-  got, want = (
-    _run(maxtext, _x(8), jnp.asarray(ids), True, **fields, **path)
-    for path in (_EP, _DENSE)
-  )
-  _check(got, want)
-
-
-def test_random_routing_gets_rngs(maxtext):
-  """Each shard draws the same experts, and may draw one twice for a token."""
-  fields = dict(model_name="mixtral-8x7b", use_random_routing=True)
-  fields |= _MESHES["ep"]
-  x = _x(8)
-  ((y, *_), _) = _run(maxtext, x, **fields, **_EP)
-  for shard in range(4):
-    own = slice(2 * shard, 2 * shard + 2)
-    ((want, *_), _) = _run(maxtext, x[own], **fields, **_DENSE)
-    _check_array((), y[own], want)
-
-
-def test_check_vma(maxtext):
-  # With check_vma, MaxText's own loss fails: each shard has a different loss.
-  fields = dict(load_balance_loss_weight=0.0, check_vma=True)
-  fields |= _MODELS["gpt_oss"] | _MESHES["ep_fsdp"]
-  for batch in 1, 8:
-    x = _x(batch)
-    _check(*(_run(maxtext, x, **fields, **path) for path in (_EP, _DENSE)))
-
-
-def test_a_buffer_factor_drops(maxtext):
-  fields = dict(model_name="mixtral-8x7b") | _MESHES["ep"]
-  x = _x(8)
-  ((want, *_), _) = _run(maxtext, x, **fields, **_DENSE)
-  ((y, *_), _) = _run(maxtext, x, ragged_buffer_factor=1.0, **fields, **_EP)
-  equal = np.isclose(y, want, rtol=1e-4).all(axis=-1)
-  assert np.isfinite(y).all() and 0 < equal.sum() < equal.size
-
-
-@pytest.mark.parametrize(
-  "fields",
-  [
-    dict(sparse_matmul=False),
-    dict(use_ring_of_experts=True),
-    dict(
-      te_moe_block=True,
-      prefuse_moe_weights=True,
-      te_gmm_quantization="te_no_quant",
-    ),
-  ],
-)
-def test_the_option_refuses_other_paths(maxtext, fields):
-  options = (maxtext.base.parent / "types.py").read_text()
-  if f" {next(iter(fields))}: bool" not in options:
-    pytest.skip("this release of MaxText lacks the option")
-  with pytest.raises(ValueError, match="jax_ep_backend needs"):
-    _config(
-      maxtext, model_name="mixtral-8x7b", **fields, **_MESHES["ep"], **_EP
-    )
-
-
-_PREFUSED = dict(prefuse_moe_weights=True)
-_TE = dict(
-  **dict(te_moe_block=True, quantization="te_no_quant"),
-  **dict(te_gmm_quantization="te_no_quant", per_device_batch_size=2),
-)
-
-
-@pytest.fixture
-def run_te(maxtext, monkeypatch):
-  """Yields `_run` for MaxText's block of TransformerEngine."""
-  max_utils = maxtext.max_utils
-  if not hasattr(max_utils, "maybe_bootstrap_te_moe"):
-    pytest.skip("this release of MaxText does not call TransformerEngine")
-  monkeypatch.syspath_prepend(pathlib.Path(recipe.__file__).parent)
-  from transformer_engine.jax import ep as te_ep
-
-  # MaxText wants one device per process. Here, a process has all devices.
-  fake = dict(local_device_count=lambda: 1, process_count=jax.device_count)
-  fake |= dict(process_index=jax.process_index, set_mesh=jax.set_mesh)
-
-  def run(x, **fields):
-    fields |= _TE | _PREFUSED
-    config = _config(maxtext, **fields)
-    with monkeypatch.context() as patch:
-      patch.setattr(max_utils, "jax", types.SimpleNamespace(**fake))
-      batch = {"inputs": x[..., 0]}
-      max_utils.maybe_bootstrap_te_moe(config, _mesh(maxtext, config), batch)
-    return _run(maxtext, x, **fields)
-
-  yield run
-  te_ep.ep_finalize()
-  max_utils._te_moe_bootstrap_signature = None
-
-
-@pytest.mark.parametrize("mesh", ["ep", "ep_fsdp"])
-@pytest.mark.parametrize("model", ["mixtral", "deepseek3"])
-def test_transformer_engine_block(maxtext, run_te, model, mesh):
-  # TransformerEngine adds the K / 2 best scores of a group, and MaxText two.
-  options = dict(routed_bias_update_rate=0.0, num_experts_per_tok=4)
-  fields = _MODELS[model] | _MESHES[mesh] | options
-  x = _x(8)
-  got = run_te(x, **fields)
-  _check(got, _run(maxtext, x, **fields, **_PREFUSED, **_DENSE))
-  (_, _, (total, capacity)), _ = got
-  assert 0 < total.max() <= capacity
-
-
-def test_transformer_engine_block_reports_drops(run_te):
-  fields = dict(model_name="mixtral-8x7b", ragged_buffer_factor=1.0)
-  results, _ = run_te(_x(8, 250), **fields, **_MESHES["ep"])
-  y, _, (total, capacity) = results
-  assert np.isfinite(y).all() and total.max() > capacity
-
-
-@pytest.mark.parametrize("model", ["mixtral", "deepseek3"])
-def test_a_model_with_scanned_layers(maxtext, model):
+def test_a_model_with_scanned_layers(maxtext):
   """One program runs the layers by `scan`, and all programs share a group."""
   maxtext.moe._ep_group.cache_clear()
-  fields = _MODELS[model] | dict(
+  fields = _MODELS["deepseek3"] | dict(
     base_num_decoder_layers=3,
     first_num_dense_layers=1,
     base_num_query_heads=2,

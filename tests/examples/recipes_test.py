@@ -216,38 +216,14 @@ def _checkout(folder, moe):
   return folder
 
 
-def _newer(source):
-  """Returns the signatures of MaxText 0.2.5."""
-  for old, new in (
-    ("input_ids=None,", "input_ids=None, forced_routed_experts=None,"),
-    ("local_group_sizes,\n", "local_group_sizes, _, _, _,\n"),
-    (
-      "  def sparse_matmul(self):",
-      "  def get_ragged_buffer_factor(self):\n    return 1.0\n\n"
-      "  def sparse_matmul(self):",
-    ),
-  ):
-    assert source.count(old) == 1, old
-    source = source.replace(old, new)
-  return source
-
-
-@pytest.mark.parametrize(
-  "moe, factor",
-  [
-    (_MOE, ", cfg.ragged_buffer_factor"),
-    (_newer(_MOE), ", self.get_ragged_buffer_factor()"),
-  ],
-  ids=["0.2.4", "0.2.5"],
-)
-def test_maxtext_changes_only_exchange_and_matmul(tmp_path, moe, factor):
+def test_maxtext_changes_only_exchange_and_matmul(tmp_path):
   """maxtext_test runs the changed code in MaxText; CI only finds the places."""
-  lines = maxtext_moe.diff(_checkout(tmp_path, moe)).splitlines()
+  lines = maxtext_moe.diff(_checkout(tmp_path, _MOE)).splitlines()
   removed = [x for x in lines if x.startswith("-") and not x.startswith("---")]
   assert removed == ["-      if num_ep > 1:"]
   added = "\n".join(x[1:] for x in lines if x.startswith("+"))
   for text in (
-    factor,
+    ", cfg.ragged_buffer_factor",
     "elif num_ep > 1:",
     "ep_dispatch(",
     "grouped_matmul(",
@@ -261,19 +237,12 @@ def test_maxtext_changes_only_exchange_and_matmul(tmp_path, moe, factor):
   "old, new",
   [
     ("expert_shard_id, rngs,", "rngs,"),
-    ("top_k, ragged", "ragged"),
-    ("inputs, kernel, tiling", "inputs, tiling"),
     ("weights, group_sizes,", "scores, group_sizes,"),
     ("if num_ep > 1", "if num_ep >= 2"),
-    ("class RouteMetadata", "class Metadata"),
     # More steps than the new code replaces.
     (
       "      if num_ep > 1:",
       "      if log:\n        log(x)\n      if num_ep > 1:",
-    ),
-    (
-      "      if num_ep > 1:",
-      "      if not num_ep:\n        return 0\n      if num_ep > 1:",
     ),
   ],
 )

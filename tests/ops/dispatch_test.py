@@ -6,12 +6,14 @@ separate inputs, and every array has special values.
 """
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from cases import assert_same, Case, large_case
 from conftest import make_mesh
 import ep
+from ep._src.ops import reference
 from ep.testing._routings import ROUTINGS
 from groups import bootstrap, E, H, layer, of_one_process
 from op_functions import everything, round_trip
@@ -103,3 +105,29 @@ def test_bits_do_not_depend_on_the_number_of_ranks():
       case.check_round_trip()
   for out in outs[1:]:
     np.testing.assert_array_equal(out, outs[0])
+
+
+# --- The rounding of the reference --------------------------------------------
+
+
+def test_a_sum_is_not_rounded_between_its_terms():
+  """A sum of 1 + eps/2 + eps/2 keeps eps only if bfloat16 is rounded once."""
+  eps = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
+  routing = reference.prepare(
+    np.arange(3, dtype=np.int32)[None, None], num_experts=3, capacity=3
+  )
+  rows = np.asarray([[[1.0], [eps / 2], [eps / 2]]], ml_dtypes.bfloat16)
+  out = reference.combine(routing, rows)
+  assert float(out[0, 0, 0]) == 1 + eps
+
+
+def test_a_product_is_rounded_before_it_is_added():
+  """An FMA would keep the eps**2 that rounding the product removes."""
+  eps = float(np.finfo(np.float32).eps)
+  routing = reference.prepare(
+    np.arange(2, dtype=np.int32)[None, None], num_experts=2, capacity=2
+  )
+  rows = np.asarray([[[-1 - 2 * eps], [1 + eps]]], np.float32)
+  weights = np.asarray([[1, 1 + eps]], np.float32)
+  out = reference.combine(routing, rows, weights)
+  assert float(out[0, 0, 0]) == 0.0

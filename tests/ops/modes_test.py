@@ -44,9 +44,7 @@ def ids(*shape):
 OPS = {
   "error": dict(tail="unspecified"),
   "fair": SHORT,
-  "slot": dict(drop_by="slot", **SHORT),
   "mxfp8": dict(wire="mxfp8"),
-  "fp8_block128": dict(wire="fp8_block128"),
 }
 
 
@@ -98,15 +96,6 @@ def of_function(fn, *arrays, backend=None):
   return on_ranks(step, TOKENS, TOKENS, *arrays)
 
 
-def routes(_, logits, scale, marks):
-  mask = jnp.arange(T) > 1
-  topk_idx, weights = ep.route_topk(
-    logits, K, scale=scale[0], num_groups=4, top_groups=3, mask=mask
-  )
-  loss = ep.sequence_balancing_loss(logits, topk_idx, mask=mask)
-  return topk_idx, weights, loss, ep.topk_from_map(marks, logits, K)
-
-
 def exchanges(group, rows, offsets):
   ones = jnp.ones_like(offsets)
   return (
@@ -131,7 +120,6 @@ def experts(group, tokens, ids, weights, up, down):
 
 
 FUNCTIONS = {
-  "routes": (routes, floats(R * T, E), floats(R), ids(R * T, E) < K),
   "exchanges": (exchanges, floats(R * L, HIDDEN), ids(R * 2) % 2),
   "experts": (
     experts,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's transformations work on functions that exchange tokens.
 
-See handle_test for handles in loops, checkpoints and branches, concurrency_test
-for loops of unknown length, and views_test for the views. One rank has no
-tokens to send, except in the tests of derivatives.
+See handle_test for handles in branches, concurrency_test for loops of unknown
+length, and views_test for the views. One rank has no tokens to send, except in
+the tests of derivatives.
 """
 
 import jax
@@ -199,17 +199,6 @@ def avals(case, *arrays):
   ]
 
 
-def test_ahead_of_time(case):
-  """A program compiles from shapes, and two compiled copies may alternate."""
-  arrays = case.topk_idx, *inputs(case)
-  lowered = program_of(case.layer).lower(*avals(case, *arrays))
-  programs = [lowered.compile() for _ in range(2)]
-  args = [case.put(x) for x in arrays]
-  outs = [program(*args) for _ in range(4) for program in programs]
-  for out in outs:
-    assert_same(out, expected(case, round_trip, *arrays[1:]))
-
-
 EXPORTED = dict(name="exported", top_k=2)
 DISABLED_CHECKS = [export.DisabledSafetyCheck.custom_call(op) for op in OPS]
 
@@ -295,10 +284,6 @@ def polynomial(ops, tokens, weights):
   return ops.combine(rows, recv_weights)
 
 
-def pullback(ops, tokens, weights, g):
-  return jax.vjp(lambda *x: polynomial(ops, *x), tokens, weights)[1](g)
-
-
 def forward(ops, tokens, weights, g):
   primals, tangents = (tokens, weights), (g, weights)
   return jax.jvp(lambda *x: polynomial(ops, *x), primals, tangents)
@@ -315,17 +300,11 @@ def reverse_over_forward(ops, tokens, weights, g):
   return vjp((g, tokens))
 
 
-def forward_over_forward(ops, tokens, weights, g):
-  primals = tokens, weights, g
-  return jax.jvp(lambda *x: forward(ops, *x), primals, primals)
-
-
 @pytest.mark.parametrize(
   "derivative",
   [
     linearized,
     reverse_over_forward,
-    forward_over_forward,
   ],
 )
 def test_derivative(small, derivative):
@@ -358,18 +337,3 @@ def test_dispatch_has_a_gradient_if_one_output_is_used(small):
 
   small.check(of_rows, small.tokens(), small.weights(), small.rows())
   small.check(of_weights, small.tokens(), small.weights(), small.row_weights())
-
-
-def test_the_handle_has_no_gradient(small):
-  """The handle's gradient is float0, as of any integer array in JAX."""
-
-  def through_handle(ops, tokens, weights, g):
-    def out(handle, tokens):
-      return round_trip(Ops(handle), tokens, weights)
-
-    g_handle, _ = jax.vjp(out, ops.handle, tokens)[1](g)
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(g_handle)}
-    assert dtypes == {jax.dtypes.float0}
-    return ()
-
-  small.run(through_handle, small.tokens(), small.weights(), small.tokens())

@@ -21,8 +21,8 @@ PROMISES = {
     "Derivatives": "ops/rules: rule, draw;"
     " ops/transformations: derivative, hessian",
     "The numeric contract": "ops/rules: rule, draw;"
-    " ops/dispatch: special_values, bits_do_not_depend_on_the_number_of_ranks;"
-    " ops/reference: a_sum_is_not_rounded_between_its_terms",
+    " ops/dispatch: special_values, bits_do_not_depend_on_the_number_of_ranks,"
+    " a_sum_is_not_rounded_between_its_terms",
     "fp8 rows": "ops/rules: rule; ops/wire: rounded_rows",
     "Quantizers": "ops/quantizers: every_number_of_16_bits",
     "Sizes and defaults": "group/bootstrap:"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests ep.testing itself, on a hand-written transport and layer.
+"""Tests ep.testing itself, on our ops and a hand-written layer.
 
 tests/ops/rules_test.py runs the rules of the kit on our ops.
 """
@@ -11,35 +11,29 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import pytest
-from testing_subjects import HOST, ONE_HOT, PADDED
+from testing_subjects import HOST, ONE_HOT
 
 import ep
 from ep.testing import GroupedMatmul, Tolerance
 from ep.testing._routings import ROUTINGS
-from ep.testing._rules import RULES
 from ep.testing._variants import Draw
 
-# The rules for the contenders of the benchmarks.
-RULES_OF_BENCHMARKS = (
-  "sizes rows weights tail output gradients jvp second_order".split()
+# Our ops, with two properties undeclared.
+PLAIN = dataclasses.replace(HOST, overflow=None, location=None)
+
+
+@pytest.mark.parametrize(
+  "case",
+  ep.testing.cases(ONE_HOT, ["output", "gradients", "jvp", "second_order"]),
 )
-
-
-def _contenders():
-  for subject in PADDED, ONE_HOT:
-    for case in ep.testing.cases(subject, RULES_OF_BENCHMARKS):
-      yield case._replace(id=f"{subject.name}-{case.id}".replace(" ", "_"))
-
-
-@pytest.mark.parametrize("case", list(_contenders()))
-def test_contenders_of_the_benchmarks(case):
+def test_a_layer(case):
   case.check()
 
 
 def test_cases_have_names_and_skipped_rules_have_reasons():
-  params = {case.id: case for case in ep.testing.cases(PADDED)}
-  assert any(id.startswith("gradients-float32-to_one_expert-") for id in params)
-  assert any(id.startswith("rows-bfloat16-") for id in params)
+  params = {case.id: case for case in ep.testing.cases(PLAIN)}
+  for start in "gradients-bfloat16-to_one_expert-", "rows-float16-":
+    assert any(id.startswith(start) for id in params)
   reasons = {
     name: case.marks[0].kwargs["reason"]
     for name, case in params.items()
@@ -51,33 +45,16 @@ def test_cases_have_names_and_skipped_rules_have_reasons():
   assert of_layer["rows"][0].kwargs["reason"] == "not for a Layer"
 
 
-def test_an_alignment_that_is_not_declared_is_not_built():
-  subject = dataclasses.replace(HOST, alignments=(4, 8))
-  settings = {
-    variant.setting()
-    for rule in RULES.values()
-    for variant in rule.variants(subject, 0)
-  }
-  assert {x.alignment for x in settings} == {4, 8}
-  assert all(x.capacity % x.alignment == 0 for x in settings)
-
-
 @pytest.mark.parametrize(
   "declared, says",
   [
     (dict(order="Source"), r"order='Source' .* one of \('source', 'any'\)"),
-    (dict(tail="zeros"), "tail='zeros' .* one of"),
-    (dict(overflow="raise"), "overflow='raise' .* one of"),
     (dict(dtypes="float32"), r"write dtypes=\('float32',\)"),
     (dict(dtypes=()), "dtypes=.* at least one element"),
-    (dict(alignments=()), "alignments=.* at least one element"),
     (dict(alignments=(0,)), "whole numbers from 1 on"),
     (dict(location="testing_subjects"), '"package.module:name"'),
     (dict(dtypes=("int32",)), "'int32', which is no name of a floating-point"),
     (dict(tolerance=None), "tolerance=None .* an ep.testing.Tolerance"),
-    (dict(gradients=1), "gradients=1 .* True or False"),
-    (dict(build=None), "build=None .* a function"),
-    (dict(limit_s="1"), "limit_s='1' .* a number"),
   ],
   ids=str,
 )
@@ -92,20 +69,12 @@ def test_an_unknown_declaration_is_refused(declared, says):
     (dict(subject=None), "subject=None has to be an ep.testing.Transport,"),
     (dict(rules="rows"), "rules='rows' has to be a list of names"),
     (dict(rules=["row"]), "no rule row; the rules are sizes, rows"),
-    (dict(seed=None), "seed=None has to be a whole number"),
   ],
   ids=str,
 )
-@pytest.mark.parametrize("function", [ep.testing.check, ep.testing.cases])
-def test_wrong_arguments_are_refused(function, arguments, says):
+def test_wrong_arguments_are_refused(arguments, says):
   with pytest.raises((TypeError, ValueError), match=says):
-    function(**dict(subject=PADDED) | arguments)
-
-
-@pytest.mark.parametrize("ulps", [None, -1, float("nan")])
-def test_a_tolerance_is_a_number(ulps):
-  with pytest.raises(TypeError, match="has to be a number from 0 on"):
-    Tolerance(ulps)
+    ep.testing.check(**dict(subject=PLAIN) | arguments)
 
 
 def test_a_tolerance_that_accepts_anything_is_refused():
@@ -113,15 +82,8 @@ def test_a_tolerance_that_accepts_anything_is_refused():
   setting = dataclasses.replace(
     variant.setting(), top_k=3, dtype=jax.numpy.dtype("bfloat16")
   )
-  rounded = 3 + min(3, setting.ep_size) + 1
   with pytest.raises(ValueError, match=r"\d\d% with bfloat16; declare fewer"):
     Tolerance(4).limit(setting)
-  setting = dataclasses.replace(setting, dtype=jax.numpy.dtype("float32"))
-  assert Tolerance(4).limit(setting) == 4 * rounded
-  with pytest.raises(ValueError, match="declare fewer"):
-    ep.testing.check(
-      dataclasses.replace(PADDED, tolerance=Tolerance(4)), ["output"]
-    )
 
 
 def test_the_drawn_sizes_cover_what_is_declared():
@@ -158,20 +120,14 @@ def test_a_matmul_gets_the_declared_sizes():
     tail="zero",
   )
   assert ep.testing.check(subject, ["output"]).passed
-  for seed in range(20):
-    variants = Draw(subject, seed).every_kind()
-    assert {x.routing for x in variants} == ROUTINGS.keys()
-    assert max(x.tokens for x in variants) > 1 << 16
-    for size in ("hidden", "experts"):
-      assert max(getattr(x, size) for x in variants) > 256
 
 
 def test_cases_without_pytest_are_refused(monkeypatch):
   monkeypatch.setitem(sys.modules, "pytest", None)
   with pytest.raises(ModuleNotFoundError, match="call ep.testing.check"):
-    ep.testing.cases(PADDED)
+    ep.testing.cases(PLAIN)
 
 
 def test_a_report_without_cases_is_no_pass():
-  report = ep.testing.check(PADDED, ["overflow"])
+  report = ep.testing.check(PLAIN, ["overflow"])
   assert not report.passed and not report.failures

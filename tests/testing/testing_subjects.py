@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our ops, and contenders of the benchmarks, as subjects of `ep.testing`."""
+"""Our ops, and a layer of the benchmarks, as subjects of `ep.testing`."""
 
 import math
 
@@ -8,7 +8,6 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from benchmarks import layers
-from benchmarks.exchanges import PaddedScatter
 from benchmarks.workload import Layout, Shape
 import ep
 from ep.testing import Layer, Received, Tolerance, Transport
@@ -157,34 +156,6 @@ def _layout(setting):
     expert_rows=setting.tokens,
     zero_tail=True,
   )
-
-
-def _padded(setting):
-  """Builds hand-written ops of the benchmarks."""
-  layout = _layout(setting)
-  exchange = PaddedScatter(layout)
-
-  def dispatch(tokens, topk_idx, topk_weights):
-    handle = exchange.prepare(topk_idx)
-    moved = exchange.dispatch(handle, tokens, topk_weights)
-    return Received(*moved, layers.group_sizes(layout, topk_idx), handle)
-
-  def combine(rows, handle):
-    return exchange.combine(handle, rows)
-
-  return dispatch, combine
-
-
-PADDED = Transport(
-  name="sort + padded all_to_all",
-  build=_padded,
-  # No benchmark sends more rows to an expert.
-  supports=lambda setting: setting.tokens <= 400,
-  dtypes=("float32", "bfloat16"),
-  tolerance=Tolerance(1),
-  gradients=True,
-  tail="zero",
-)
 
 
 def _one_hot(setting):
