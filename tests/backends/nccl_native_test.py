@@ -97,15 +97,12 @@ def test_the_watchdog_reports_the_progress_of_a_rank():
   """Until the group closes, the watchdog accepts other ranks' progress."""
   names = ["place0", "place1"]
   connect(names)
-  *numbers, still_s, text, is_enqueuing = ffi.nccl_place(
-    "place0", 0, 'of "others"', False
-  )
+  *numbers, still_s, text = ffi.nccl_place("place0", 0, 'of "others"')
   assert (numbers, text) == ([0, False, 0], "has enqueued no op")
-  assert not is_enqueuing
-  assert ffi.nccl_place("place0", 0, "", True)[3] > still_s >= 0
+  assert ffi.nccl_place("place0", 0, "")[3] > still_s >= 0
   close(names)
   with pytest.raises(ffi.NativeError, match="closed"):
-    ffi.nccl_place("place0", 0, "", False)
+    ffi.nccl_place("place0", 0, "")
 
 
 def error_in_a_new_process(libraries, *files, private=""):
