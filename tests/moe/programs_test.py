@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of a layer's programs: collectives, routing, memory and order."""
 
+import collections
 import dataclasses
 import functools
 import re
@@ -296,16 +297,22 @@ class Body:
       todo += new
     return other in seen
 
-  def beside(self, op, names):
-    """Returns how many of `names` neither wait for an exchange nor delay it."""
+  def places(self, op, names):
+    """Returns how many of `names` are before, beside and after an exchange."""
     (call,) = (
       n
       for n, opcode in self.opcodes.items()
       if opcode == "call" and n.startswith(op + ".")
     )
-    return sum(
-      not self.waits(call, n) and not self.waits(n, call) for n in names
+    places = collections.Counter(
+      "before"
+      if self.waits(call, n)
+      else "after"
+      if self.waits(n, call)
+      else "beside"
+      for n in names
     )
+    return tuple(places[k] for k in ("before", "beside", "after"))
 
   def products(self):
     """Returns the names of the shared expert's matrix products."""
@@ -337,9 +344,21 @@ def lowers_as_for_gpus(monkeypatch):
   monkeypatch.setattr(host, "NativeConnection", HostEngine)
 
 
-# How many of the shared expert's products are beside each exchange. The forward
-# pass has 3 products, and the backward pass 6.
-BESIDE = dict(ep_dispatch=2, ep_combine=1, ep_combine_bwd=2, ep_dispatch_bwd=5)
+# The numbers of products of the shared expert before, beside and after each
+# exchange. The forward pass has the products up, gate and down. The backward
+# pass has the gradients of h, of tokens (two) and of matrices (three).
+BESIDE = dict(
+  ep_dispatch=(0, 2, 1),
+  ep_combine=(2, 1, 0),
+  ep_combine_bwd=(0, 2, 4),
+  ep_dispatch_bwd=(1, 5, 0),
+)
+APART = dict(
+  ep_dispatch=(0, 0, 3),
+  ep_combine=(0, 0, 3),
+  ep_combine_bwd=(3, 3, 0),
+  ep_dispatch_bwd=(3, 3, 0),
+)
 
 
 @pytest.mark.parametrize(
@@ -347,12 +366,13 @@ BESIDE = dict(ep_dispatch=2, ep_combine=1, ep_combine_bwd=2, ep_dispatch_bwd=5)
 )
 def test_each_half_is_beside_an_exchange(on_gpus, weigh, overlap):
   config = dataclasses.replace(SHARED, weigh=weigh, overlap=overlap)
-  for op, count in BESIDE.items():
+  for op, places in (BESIDE if overlap else APART).items():
     body = bodies(config)[op.endswith("bwd")]
-    assert body.beside(op, body.products()) == (count if overlap else 0)
+    assert body.places(op, body.products()) == places
 
 
 def test_losses_and_metrics_are_beside_combine(on_gpus):
   forward, _ = bodies(SHARED)
   sums = [n for n, op in forward.opcodes.items() if op == "all-reduce"]
-  assert forward.beside("ep_combine", sums) == len(sums) > 0
+  assert forward.places("ep_combine", sums) == (0, len(sums), 0)
+  assert sums
