@@ -274,14 +274,6 @@ def test_with_slots_cuts_and_extends_stacked_experts(kind):
   assert_same_bits(ep.moe.with_slots(more, specs, 5), stacked)
 
 
-def test_with_slots_of_explicit_axes():
-  mesh, x = make_mesh({"ep": 4}, (AxisType.Explicit,)), np.arange(16.0)
-  kept = to_global(x.reshape(8, 2), mesh, P("ep"))
-  got = jax.jit(lambda x: ep.moe.with_slots(x, P("ep"), 5))(kept)
-  np.testing.assert_array_equal(whole(got), x.reshape(8, 2)[:5])
-  assert ep.moe.with_slots(kept, P("ep"), 8) is kept
-
-
 def test_the_id_of_an_empty_slot_is_refused():
   params, x, _ = arrays(FIVE, 24)
   ids = np.tile(np.arange(K), (24, 1))
@@ -293,16 +285,6 @@ def test_the_id_of_an_empty_slot_is_refused():
   words = 'ep_prepare(layer "uneven"), rank 1: topk_idx[1, 1] = 5'
   assert words in str(error.value)
   assert "num_experts = 5; valid ids are -1..4" in str(error.value)
-
-
-def test_a_placement_needs_a_group_that_counts_slots():
-  params, x, _ = arrays(FIVE, 24)
-  mesh = make_mesh({"ep": 4})
-  with ep.ep_bootstrap(mesh, num_experts=5, backend=BACKEND) as group:
-    layer = ep.MoE(FIVE, group)
-    params, x = put(layer, ep.moe.with_slots(params, SPECS, 8), x)
-    with pytest.raises(ValueError, match="uses all 8 slots.*num_experts = 5"):
-      layer(params, x, placement=SPREAD)
 
 
 # ep.moe.move
