@@ -71,7 +71,7 @@ def test_experts_and_ranks_may_be_idle(routing):
   """Also in a shard_map without `check_vma`."""
   case = Case(layer("ep4", alignment=4), routing)
   args = arrays_of(case, draw())
-  got = run_moe_step(case.layer, *args, view="local_unchecked")
+  got = run_moe_step(case.layer, *args, is_local=True)
   assert_close(got, dense_step(swiglu, *args), 1e-5, 1e-4)
 
 
