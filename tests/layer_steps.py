@@ -83,44 +83,33 @@ def run_step(layer, params, *tokens, state=None, placement=None, **program):
   return whole(step_of(layer, **program)(args, *others, state, placement))
 
 
-@functools.cache
-def _forward_of(layer):
-  def forward(params, x, forced_idx, mask, state, placement):
-    return layer(
-      params,
-      x,
-      state,
-      forced_idx=forced_idx,
-      mask=mask,
-      placement=placement,
-    )
-
-  return jax.jit(forward)
-
-
-def run_forward(
-  layer, params, x, forced_idx=None, mask=None, state=None, placement=None
-):
+def run_forward(layer, params, x, forced_idx):
   """Returns outputs and metrics as whole arrays."""
-  args = put(layer, params, x, forced_idx, mask)
-  return whole(_forward_of(layer)(*args, state, placement))
+
+  def forward(params, x, forced_idx):
+    return layer(params, x, forced_idx=forced_idx)
+
+  return whole(jax.jit(forward)(*put(layer, params, x, forced_idx)))
 
 
 @functools.cache
-def moe_step_of(layer, view="global", experts=None, **options):
-  """Returns a program that computes `ep.moe_layer` and its gradients."""
+def moe_step_of(layer, experts=None, is_local=False):
+  """Returns a program that computes `ep.moe_layer` and its gradients.
+
+  With `is_local`, the program is a `shard_map` without `check_vma`.
+  """
 
   def step(topk_idx, tokens, weights, matrices, ct):
     def moe(tokens, weights, matrices):
       given = matrices
       if experts is not None:
         given = dict(experts=experts, params=matrices)
-      return ep.moe_layer(layer, tokens, topk_idx, weights, **given, **options)
+      return ep.moe_layer(layer, tokens, topk_idx, weights, **given)
 
     out, vjp = jax.vjp(moe, tokens, weights, matrices)
     return out, *vjp(ct)
 
-  if view != "global":
+  if is_local:
     tokens = PartitionSpec(layer.group.token_axes)
     split = PartitionSpec(layer.group.axis_name)
     step = jax.shard_map(
@@ -128,7 +117,7 @@ def moe_step_of(layer, view="global", experts=None, **options):
       mesh=layer.group.mesh,
       in_specs=(tokens, tokens, tokens, split, tokens),
       out_specs=(tokens, tokens, tokens, split),
-      check_vma=view == "local",
+      check_vma=False,
     )
   return jax.jit(step)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls pass the rules of ep.testing."""
+"""Grouped matmuls pass the rules of ep.testing and JAX's transformations."""
 
 import functools
 import importlib.util
@@ -7,9 +7,12 @@ import importlib.util
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
+from cases import jit_quickly
+from conftest import make_mesh
 import ep
 from ep._src.matmul import grouped_matmul as gm
 from ep._src.matmul import tiles
@@ -136,34 +139,18 @@ def _inputs(dtype=jnp.float32):
   return tuple(rng.normal(size=s).astype(dtype) for s in shapes)
 
 
-@pytest.fixture(params=["native", "tiles"])
-def implementation_on_cpu(request, monkeypatch):
-  if request.param == "tiles":
-    monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
-  return request.param
-
-
-def test_the_library_computes_products_and_gradients(implementation_on_cpu):
-  rows, matrices, g = _inputs()
-
-  def both(x, w, g):
-    fn = functools.partial(gm.grouped_matmul, group_sizes=np.int32(SIZES))
-    out, vjp = jax.vjp(fn, x, w)
-    return out, vjp(g)
-
-  text = jax.jit(both).lower(rows, matrices, g).as_text()
-  expected = {"native": 3, "tiles": 0}[implementation_on_cpu]
-  assert text.count("@ep_grouped_matmul(") == expected
-
-
 @pytest.mark.parametrize(
-  "implementation_on_cpu, segments",
-  [("native", None), ("native", SEGMENTS), ("tiles", SEGMENTS)],
-  indirect=["implementation_on_cpu"],
+  "is_native, segments", [(True, None), (True, SEGMENTS), (False, SEGMENTS)]
 )
-@pytest.mark.usefixtures("implementation_on_cpu")
-def test_float32_gradients_of_matrices_beside_bfloat16_rows(segments):
-  """The op rounds matrices to the dtype of rows, but not their gradients."""
+def test_float32_gradients_of_matrices_beside_bfloat16_rows(
+  is_native, segments, monkeypatch
+):
+  """The op rounds matrices to the dtype of rows, but not their gradients.
+
+  On CPUs, the native library computes the product and both gradients.
+  """
+  if not is_native:
+    monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
   rows, _, g = _inputs(jnp.bfloat16)
   _, matrices, _ = _inputs()
   rows[297:300] = 0  # These rows are padding after the segments.
@@ -178,6 +165,8 @@ def test_float32_gradients_of_matrices_beside_bfloat16_rows(segments):
     return out, *vjp(g)
 
   *results, g_matrices = both(rows, matrices, g)
+  calls = both.lower(rows, matrices, g).as_text().count("@ep_grouped_matmul(")
+  assert calls == (3 if is_native else 0)
   rows, rounded, g = map(np.float64, (rows, matrices.astype(rows.dtype), g))
   expected = _matmul(rows, rounded), _matmul(g, rounded.swapaxes(1, 2))
   tolerance = 1.01 * float(jnp.finfo(jnp.bfloat16).eps) / 2, 2e-5
@@ -202,32 +191,6 @@ def test_work_is_linear_in_the_rows_used():
   assert steps == [0, 0, 3]  # The expert segment of each tile.
 
 
-def test_bfloat16_with_wide_integers():
-  """jax_enable_x64 changes neither the dtype of sums of sizes nor results."""
-  rows = jnp.ones((6, 4), jnp.bfloat16)
-  matrices = jnp.ones((2, 4, 3), jnp.bfloat16)
-  sizes = np.array([2, 3])
-  expected = np.asarray(gm.grouped_matmul(rows, matrices, sizes), np.float32)
-  with jax.enable_x64(True):
-    got = jax.jit(gm.grouped_matmul)(rows, matrices, sizes)
-  np.testing.assert_array_equal(np.asarray(got, np.float32), expected)
-
-
-def test_no_rows():
-  out = gm.grouped_matmul(
-    jnp.ones((0, 4)), jnp.ones((2, 4, 3)), np.array([0, 0])
-  )
-  assert out.shape == (0, 3)
-
-
-def test_without_jit():
-  with jax.disable_jit():
-    out = gm.grouped_matmul(
-      jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.array([2])
-    )
-  np.testing.assert_array_equal(out, np.full((2, 3), 4))
-
-
 def test_a_function_gets_operands_of_one_dtype():
   rows, matrices, g = _inputs(jnp.bfloat16)
   matrices = matrices.astype("float32")
@@ -250,15 +213,11 @@ def test_a_function_gets_operands_of_one_dtype():
 @pytest.mark.parametrize(
   ("implementation", "words"),
   [
-    ("tile", r"= 'tile', but it must be None, one of \('tiles', 'ragged_dot'"),
-    (3, "= 3, but it must be None, one of"),
     (lambda *_: 1, r"returned int, but an array \[2, 3\] is expected"),
     (lambda x, *_: x, r"returned \(2, 4\), but an array \[2, 3\]"),
-    ("mgpu", '= "mgpu" is for an NVIDIA GPU, and this program is for cpu; p'),
-    ("megablox", '= "megablox" is for a TPU, and this program is for cpu; p'),
   ],
 )
-def test_an_implementation_that_cannot_run(implementation, words):
+def test_a_function_that_returns_another_array(implementation, words):
   args = jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.int32([2])
   with pytest.raises(
     ValueError, match=f"grouped_matmul: implementation {words}"
@@ -271,3 +230,127 @@ def test_tokamax_that_is_not_installed(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(ValueError, match="pip install tokamax; or pass implem"):
     gm.grouped_matmul(*args, implementation="tokamax")
+
+
+# Transformations of JAX. The function multiplies shared rows, of which two are
+# unused, by two lists of matrices, as a gated expert does. The dense reference
+# looks up a matrix for each row.
+
+SHORT = np.int32([3, 0, 6])
+
+
+def gated(x, w, v, sizes=SHORT):
+  y, z = gm.grouped_matmuls(x, [w, v], sizes, tail="zero")
+  return jnp.sin(y), jnp.cos(z) * z
+
+
+def dense(x, w, v, sizes=SHORT):
+  ends = jnp.cumsum(sizes)
+  row = jnp.arange(11)
+  slab = jnp.searchsorted(ends, row, side="right", method="compare_all")
+  used = (row < ends[-1])[:, None]
+  y, z = (
+    jnp.where(used, jnp.einsum("cf,cfg->cg", x, m[slab]), 0) for m in (w, v)
+  )
+  return jnp.sin(y), jnp.cos(z) * z
+
+
+def inputs(seed=0, lead=()):
+  rng = np.random.default_rng(seed)
+  shapes = (11, 4), (3, 4, 6), (3, 4, 5)
+  return tuple(rng.normal(size=(*lead, *s)).astype(np.float32) for s in shapes)
+
+
+def close(actual, expected):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), actual, expected
+  )
+
+
+def scalar(fn):
+  return lambda *args: sum(jnp.sum(jnp.tanh(y)) for y in fn(*args))
+
+
+def grad(fn):
+  return jax.grad(scalar(fn), (0, 1, 2))
+
+
+def forward(fn):
+  return lambda *args: jax.jvp(fn, args, inputs(1))[1]
+
+
+def linearized(fn):
+  return lambda *args: jax.linearize(fn, *args)[1](*inputs(1))
+
+
+OF_DENSE = jit_quickly(lambda *args: (dense(*args), grad(dense)(*args)))
+
+
+def of_examples(*args):
+  """Returns stacked results and gradients of `dense` for stacked arguments."""
+  results = [OF_DENSE(*example) for example in zip(*args, strict=True)]
+  return jax.tree.map(lambda *xs: np.stack(xs), *results)
+
+
+def test_derivatives():
+  """Tests all orders, modes and arguments, and a loss of only one output."""
+
+  def derivatives(fn):
+    def of_one(i, *args):
+      """Differentiates by argument i; other arguments have no tangents."""
+
+      def fn_of_one(x):
+        return fn(*args[:i], x, *args[i + 1 :])
+
+      tangent = jax.jvp(fn_of_one, [args[i]], [inputs(1)[i]])[1]
+      return jax.grad(scalar(fn_of_one))(args[i]), tangent
+
+    return jit_quickly(
+      lambda *args: dict(
+        linearized=linearized(fn)(*args),
+        reverse_over_reverse=grad(grad(fn))(*args),
+        forward_over_forward=forward(forward(fn))(*args),
+        three_times=grad(forward(grad(fn)))(*args),
+        of_one_argument=[of_one(i, *args) for i in range(3)],
+        of_one_output=grad(lambda *a: fn(*a)[1:])(*args),
+      )
+    )
+
+  close(derivatives(gated)(*inputs()), derivatives(dense)(*inputs()))
+
+
+@pytest.mark.parametrize("batched", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_vmap(batched):
+  """Batches any operand, inside and outside of a gradient."""
+  rows, matrices, sizes = batched
+  is_batched = rows, matrices, matrices, sizes
+  x, w, v = inputs(lead=(2,))
+  stacked = x, w, v, np.stack([SHORT, np.int32([0, 4, 4])])
+  args = [a if b else a[0] for a, b in zip(stacked, is_batched, strict=True)]
+  axes = [0 if b else None for b in is_batched]
+
+  @jit_quickly
+  def of_all(*args):
+    inner = jax.vmap(lambda *a: (gated(*a), grad(gated)(*a)), axes)(*args)
+    return inner, grad(lambda *a: jax.vmap(gated, axes)(*a))(*args)
+
+  inner, outer = of_all(*args)
+  expected = of_examples(
+    *(
+      a if b else np.stack([a, a])
+      for a, b in zip(args, is_batched, strict=True)
+    )
+  )
+  close(inner, expected)
+  for got, of_each, b in zip(outer, expected[1], is_batched[:3], strict=True):
+    close(got, of_each if b else of_each.sum(0))
+
+
+def test_arrays_that_xla_divides():
+  """XLA partitions the op, and would reject an op with a side effect."""
+  mesh = make_mesh({"ranks": 2})
+  sharding = jax.NamedSharding(mesh, PartitionSpec("ranks"))
+  stacked = inputs(lead=(2,))
+  shards = [jax.device_put(x, sharding) for x in stacked]
+  got = jit_quickly(jax.vmap(grad(gated)))(*shards)
+  close(got, of_examples(*stacked)[1])

@@ -11,10 +11,8 @@ import types
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from cases import jit_quickly
 import ep
 from ep._src.matmul import implementations, on_cuda, tiles
 from ep._src.matmul.by_function import ByFunction
@@ -84,21 +82,6 @@ def test_gradients_of_matrices_are_not_rounded_twice(caplog):
   assert 'implementation="mgpu" accepts' in caplog.text
   for args in (MATRICES, True), (wide, True, True), (wide, False):
     assert isinstance(on_cuda.choose(HOPPER, ROWS, *args), ByFunction)
-
-
-@pytest.mark.parametrize(
-  ("device", "words"),
-  [
-    (HOPPER, "ragged_dot_mgpu of JAX; the loop over tiles for float32 rows"),
-    (BLACKWELL, "blackwell_ragged_dot_mgpu of JAX; the loop over tiles for"),
-    (ADA, "the loop over tiles, because the kernels are for GPUs of compute"),
-    (Device(platform="tpu"), "megablox of JAX for"),
-    (Device(platform="rocm"), "the loop over tiles, because there are no"),
-  ],
-)
-def test_the_default_of_a_device_has_a_reason(device, words):
-  device = Device(**{"platform": "gpu", **vars(device)})
-  assert implementations.default_of(device).startswith(words)
 
 
 def test_blackwell_warns_of_gradients_in_a_loop(caplog):
@@ -181,15 +164,6 @@ def test_an_exported_program_has_no_kernels():
   text = exported(*args).mlir_module()
   assert "mosaic" not in text
   assert "ragged_dot" not in text
-
-
-def test_the_loop_over_fewer_rows_than_a_tile():
-  @jit_quickly
-  def expand(sizes, rows, matrices):
-    return tiles.ON_GPU.expand(sizes, rows, [matrices], "zero")[0]
-
-  out = expand(np.int32([1, 1]), np.ones((3, 4), "f"), np.ones((2, 4, 5), "f"))
-  np.testing.assert_array_equal(out, [[4] * 5, [4] * 5, [0] * 5])
 
 
 def test_the_loop_has_a_static_length_and_no_tf32():

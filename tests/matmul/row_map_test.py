@@ -25,10 +25,10 @@ def act(gates, values, weights):
   return jax.nn.silu(gates) * values * weights[:, None], jnp.tanh(gates)
 
 
-def inputs(dtype=jnp.float32, lead=()):
+def inputs(lead=()):
   rng = np.random.default_rng(0)
   shapes = (C, F), (C, F), (C,)
-  arrays = [rng.normal(size=(*lead, *s)).astype(dtype) for s in shapes]
+  arrays = [rng.normal(size=(*lead, *s)).astype("f") for s in shapes]
   for x in arrays:
     x[(slice(None),) * len(lead) + (slice(USED, None),)] = np.nan
   return tuple(map(jnp.asarray, arrays))
@@ -44,11 +44,9 @@ def used(tree):
   )
 
 
-def close(actual, expected, tolerance=1e-5):
+def close(actual, expected):
   jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(
-      np.float32(a), np.float32(b), tolerance, tolerance
-    ),
+    lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5),
     used(actual),
     used(expected),
   )
@@ -88,13 +86,6 @@ def test_derivatives_beside_unused_nans():
   close(of_mapped(*inputs()), of_all(*inputs()))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_low_precision(dtype):
-  args = inputs(dtype)
-  eps = float(jnp.finfo(dtype).eps)
-  close(jit_quickly(mapped)(*args), jit_quickly(act)(*args), 2 * eps)
-
-
 @pytest.mark.parametrize("tail", ["zero", "nan"])
 def test_the_tail_is_what_was_asked_for(tail):
   def call(*args):
@@ -129,23 +120,6 @@ def test_eager_calls_compile_once():
     return sum("backend_compile" in e for e in events)
 
   assert 0 < count() == count()
-
-
-def test_a_function_of_a_traced_value():
-  """The gradient of an activation's learned slope sums only used rows."""
-  x = inputs()[0]
-
-  def loss(map_rows):
-    def of(slope, x):
-      out = map_rows(lambda x: jnp.tanh(slope * x), x)
-      return jnp.sum(jnp.cos(out[:USED]))
-
-    return jit_quickly(jax.grad(of, (0, 1)))(1.5, x)
-
-  got = loss(lambda fn, x: map_used_rows(fn, jnp.int32([USED]), x))
-  expected = loss(lambda fn, x: fn(x[:USED]))
-  np.testing.assert_allclose(got[0], expected[0], 1e-5)
-  close(got[1], expected[1])
 
 
 def test_any_number_of_rows():

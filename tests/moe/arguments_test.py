@@ -19,7 +19,6 @@ from groups import BACKEND, E, failing, group, H, K, of_one_process, T
 from layer_steps import (
   assert_close,
   draw_params,
-  in_slots,
   put,
   run_forward,
   whole,
@@ -32,20 +31,6 @@ PLAIN = ep.MoEConfig(H, 6, E, K, gated=False, activation=jax.nn.gelu)
 def test_a_bias_and_a_load_of_different_shapes():
   with pytest.raises(ValueError, match=r"bias has shape \(3,\), but load \(4,"):
     ep.moe.State(jnp.zeros(3)).after(jnp.zeros(4))
-
-
-def test_the_bias_rises_for_experts_below_the_mean_load():
-  load = jnp.array([[4.0, 2.0, 0.0], [1.0, 1.0, 1.0]])
-  state = ep.moe.State(jnp.zeros((2, 3))).after(load, rate=0.5)
-  np.testing.assert_array_equal(state.bias, [[-0.5, 0, 0.5], [0, 0, 0]])
-
-
-@pytest.mark.parametrize("experts", [7, 60, 384])
-@pytest.mark.parametrize("load", [0, 3, 1_000_003, 2**24 - 1, 2**26 + 8, 0.1])
-def test_equal_loads_change_no_bias(experts, load):
-  state = ep.moe.State(jnp.zeros(experts))
-  after = jax.jit(ep.moe.State.after)(state, np.full(experts, load))
-  np.testing.assert_array_equal(after.bias, state.bias)
 
 
 @pytest.mark.parametrize("experts", [7, 60, 384])
@@ -84,8 +69,6 @@ def test_a_bias_that_every_token_would_choose_is_refused(entry):
   for kind in np.asarray, jnp.asarray:
     with pytest.raises(ValueError, match=words):
       layer(params, x, ep.moe.State(kind(bias)))
-    with pytest.raises(ValueError, match=words):
-      ep.route_topk(np.zeros((2, E), np.float32), K, selection_bias=kind(bias))
 
   def run(bias):
     return layer(params, x, ep.moe.State(bias))
@@ -99,8 +82,9 @@ def test_a_bias_that_every_token_would_choose_is_refused(entry):
     jax.block_until_ready(jax.jit(run)(bias))
 
 
-@pytest.mark.parametrize("rate", [1e-3, np.inf, np.nan])
-@pytest.mark.parametrize("entry", [0.0, np.inf, np.nan])
+@pytest.mark.parametrize(
+  "rate, entry", [(1e-3, np.inf), (1e-3, np.nan), (np.inf, 0.0)]
+)
 def test_an_update_keeps_a_bias_finite(rate, entry):
   before = np.array([0.5, -1, 3e38, -np.inf], np.float32)
   load = np.array([entry, 1, 2, 3], np.float32)
@@ -112,15 +96,6 @@ def test_an_update_keeps_a_bias_finite(rate, entry):
 def test_a_copy_of_a_config_is_the_config():
   config = dataclasses.replace(PLAIN, up_activation=jnp.tanh, gated=True)
   assert copy.deepcopy([config])[0] is config
-
-
-def test_a_layer_of_one_normalized_choice_warns_where_it_is_called():
-  config = dataclasses.replace(PLAIN, top_k=1)
-  layer = ep.MoE(config, group("ep4", top_k=1))
-  params = draw_params(config, np.zeros)
-  with pytest.warns(UserWarning, match="normalize=False") as seen:
-    jax.eval_shape(layer, params, np.zeros((R, H), np.float32))
-  assert {w.filename for w in seen} == {__file__}
 
 
 def test_parameters_without_empty_slots_need_with_slots():
@@ -137,8 +112,6 @@ PLACED = ep.Placement(np.roll(np.arange(E), 3))
 @pytest.mark.parametrize(
   "placement, options, kind",
   [
-    (None, {}, "forced_idx"),
-    (PLACED, {}, "forced_idx"),
     (None, dict(token_chunks=T), "forced_idx"),
     (PLACED, {}, "captured_idx"),
   ],
@@ -207,25 +180,14 @@ def test_a_tensor_parallel_layer_makes_its_group_and_parameters():
     state = jax.jit(ep.moe.State.after)(state, load)
     bias = np.float32(1e-3) * np.sign(load.mean() - load)
     assert_shards_equal(state.bias, bias)
-    with pytest.raises(TypeError, match="'timeout_s'. are options of ep_boot"):
-      ep.MoE(config, here, timeout_s=1.0)
 
 
 @of_one_process
-def test_metrics_count_rows_and_drops():
-  """`drops` are of expert ids, and the busiest rank's rows of any capacity."""
+def test_metrics_count_rows_of_the_busiest_rank_of_any_capacity():
   config = dataclasses.replace(PLAIN, capacity_factor=1.0, overflow="drop")
   layer = ep.MoE(config, group("ep4"))
-  ids = np.tile(PLACED.experts[[0, 1, 2]].astype(np.int32), (R * T, 1))
+  ids = np.tile(np.int32([0, 1, 2]), (R * T, 1))
   x = np.ones((R * T, H), np.float32)
-  params = in_slots(PLACED, draw_params(PLAIN, np.ones))
-  _, metrics = run_forward(layer, params, x, ids, placement=PLACED)
-  np.testing.assert_array_equal(metrics.load, np.isin(range(E), ids) * R * T)
+  _, metrics = run_forward(layer, draw_params(PLAIN, np.ones), x, ids)
   assert metrics.max_rank_rows == 2 * R * T  # the first rank has two experts
-  dropped = np.int32([2 * R * T - T * K, R * T - T * K, 0, 0])
-  by_rank = metrics.drops[PLACED.experts].reshape(R, -1).sum(axis=1)
-  np.testing.assert_array_equal(by_rank, dropped)
-  assert metrics.dropped == dropped.sum()
-  slots = PLACED.slots[ids].astype(np.int32)
-  handle = ep.ep_prepare(layer.ep_layer, put(layer, {}, slots)[1])
-  assert_shards_equal(handle.dropped_counts.sum(axis=1), dropped)
+  assert metrics.dropped == 3 * R * T - 2 * T * K

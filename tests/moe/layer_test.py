@@ -363,60 +363,35 @@ def test_bfloat16(row):
   check_metrics(row, metrics, want_metrics)
 
 
-@functools.cache
-def one_rank(row):
-  """Returns y, metrics and the tangent of the loss of one EP rank."""
-  setup, data = Setup(row, "dp4_ep1"), data_of(row)
-  placement = setup.placement()
-
-  def run(params, x, ct, mask, ids):
-    loss = loss_of(lambda p, x: setup(p, x, mask, ids, placement), ct)
-    if row == "chunk":
-      return loss(params, x)[1]
-    _, tangent, aux = jax.jvp(loss, (params, x), (params, x), has_aux=True)
-    return *aux, tangent
-
-  return whole(jit_quickly(run)(*setup.put(data, placement, None)))
-
-
-@one_program
-@columns()
-def test_one_ep_rank_equals_four(row):
-  (y, metrics, *_), _ = first(row)
-  one_y, one_metrics, *_ = one_rank(row)
-  of_tokens = metrics.keys() - {"max_rank_rows"}
-  check(row, one_y, np.float64(y), "y")
-  check_metrics(row, one_metrics, {n: metrics[n] for n in of_tokens})
-
-
 @one_program
 @columns("chunk")
 def test_tangents(row):
-  """The loss has the tangent that its gradients give."""
-  data, (_, (_, _, *grads)) = data_of(row), first(row)
+  """On one EP rank, the loss has the tangent that gradients on four give."""
+  setup, data = Setup(row, "dp4_ep1"), data_of(row)
+  placement, (_, (_, _, *grads)) = setup.placement(), first(row)
+
+  @jit_quickly
+  def run(params, x, ct, mask, ids):
+    loss = loss_of(lambda p, x: setup(p, x, mask, ids, placement), ct)
+    return jax.jvp(loss, (params, x), (params, x), has_aux=True)[1]
+
+  tangent = whole(run(*setup.put(data, placement, None)))
   terms = jax.tree.map(lambda a, b: a * b, grads, [data.params, data.x])
   terms = np.concatenate([a.ravel() for a in jax.tree.leaves(terms)])
   limit = ROWS[row].tolerance * np.abs(terms).sum()
-  np.testing.assert_allclose(one_rank(row)[2], terms.sum(), 0, limit)
+  np.testing.assert_allclose(tangent, terms.sum(), 0, limit)
 
 
 # The refused pairs
 
 
-def of_tokens(row):
-  """Returns a function of the tokens, and the tokens."""
+def linearized(row):
   setup, data = Setup(row), data_of(row)
   params, x, _, mask, ids = setup.put(data, None, None)
-  return lambda x: setup(params, x, mask, ids, None)[0], x
 
+  def fn(x):
+    return setup(params, x, mask, ids, None)[0]
 
-def pushed_forward(row):
-  fn, x = of_tokens(row)
-  jax.jvp(fn, (x,), (x,))
-
-
-def linearized(row):
-  fn, x = of_tokens(row)
   jax.jit(lambda x: jax.linearize(fn, x)[1](x))(x)
 
 
@@ -457,12 +432,15 @@ def on_nccl(row):
 
 ALL_NARROW = dict(x_dtype=NARROW, dtype_of_params=NARROW)
 MANY = dict(deterministic=True, lead=(1600,))  # tokens, more than fit
-REVERSE = 'overflow="chunk" .layer "moe".: the layer has reverse mode alone'
 MIXED = r"params\['\w+'\] is {}, but x is {};.* MoEConfig\(dtype=jnp"
 MIXED = [MIXED.format(*x) for x in (("f.*", "bf.*"), ("bf.*", "f.*"))]
 REFUSED = [
-  ("chunk", pushed_forward, {}, REVERSE),
-  ("chunk", linearized, {}, REVERSE),
+  (
+    "chunk",
+    linearized,
+    {},
+    'overflow="chunk" .layer "moe".: the layer has rev',
+  ),
   ("chunk", called, dict(token_chunks=3), "token_chunks = 3 splits the tokens"),
   ("chunk", called, MANY, '"moe".*deterministic = True'),
   ("chunk", called, dict(capacity_factor=0.1), "may need.*; raise capacity_fa"),
@@ -483,10 +461,6 @@ REFUSED = [
   ),
   ("fsdp", called, dict(x_dtype=NARROW), MIXED[0]),
   ("fsdp", called, dict(dtype_of_params=NARROW), MIXED[1]),
-  ("plain", called, dict(up_activation=jnp.tanh), "gated = False"),
-  ("plain", called, dict(lead=(7,)), "cannot be split over 4 ranks"),
-  ("plain", called, dict(drop_by="fair"), "'fair', but capacity_factor = None"),
-  ("early", called, dict(lead=(24,)), "balance = 'sequence' needs"),
 ]
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from cases import Case
 import ep
-from ep.testing._routings import ROUTINGS
 from groups import E, group, layer, ranks, spec, T, with_values
 from op_functions import handle_of
 
@@ -33,8 +32,10 @@ def check_summary(summary, case, which):
     assert type(actual) is np.ndarray and actual.dtype == np.int32
 
 
-@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "dp4_ep1"])
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+  "mesh, routing",
+  [("ep4", "skewed"), ("dp2_ep2", "with_unused_choices"), ("dp4_ep1", "idle")],
+)
 def test_global_view(mesh, routing):
   config = layer(mesh, alignment=4, recv_capacity_per_rank=32, overflow="drop")
   case = Case(config, routing)
@@ -75,18 +76,6 @@ def test_local_view():
     check_summary(summary, case, [rank])
 
 
-def test_imbalance():
-  """All tokens choose one of the two experts of rank 3."""
-  case = Case(layer(), "to_one_expert")
-  summary = ep.describe(case.run(handle_of))
-  expected = [1, 1, 1, 2]
-  np.testing.assert_array_equal(
-    summary.imbalance, [expected[r] for r in summary.ranks]
-  )
-  whole = len(summary.ranks) == 4
-  assert summary.rank_imbalance == (4 if whole else None)
-
-
 def test_the_imbalance_of_a_rank_does_not_count_its_empty_slots():
   """Five experts have the slots 01 23 4- -- on 4 ranks."""
   config = ep.EpLayerConfig(group(num_experts=5), top_k=1)
@@ -100,9 +89,10 @@ def test_table():
     name="moe_3", recv_capacity_per_rank=8, overflow="drop", alignment=4
   )
   summary = ep.describe(Case(config, "to_one_expert").run(handle_of))
-  assert repr(summary) == str(summary)
   head, *lines = str(summary).splitlines()
   assert 'layer "moe_3": 8 experts' in head and "capacity 8" in head
+  whole = len(summary.ranks) == 4
+  assert summary.rank_imbalance == (4 if whole else None)
   if 3 in summary.ranks:
     assert lines[-3].split() == ["3", "all", "0", "20", "8", "12", "2.00"]
     assert lines[-2].split() == ["6", "0", "8", "8", "12"]
@@ -124,15 +114,10 @@ def test_the_table_tells_what_nccl_keeps():
     assert table[1] == f"nccl keeps {2 * 4 * 8 + config.capacity}{words}"
 
 
-def stacked(handle):
-  return jax.tree.map(lambda x: x[None], handle)
-
-
 def test_refuses_handles_without_numbers():
   case = Case(layer(name="moe_3"))
   with pytest.raises(TypeError, match='"moe_3".*traced.*debug.callback'):
     case.run(lambda ops: ep.describe(ops.handle).token_counts)
-  with pytest.raises(TypeError, match="describe: handle is a Sizes"):
-    ep.describe(case.oracle.sizes())
+  stacked = jax.tree.map(lambda x: x[None], case.run(handle_of))
   with pytest.raises(ValueError, match="stacked.*take one"):
-    ep.describe(case.run(lambda ops: stacked(ops.handle)))
+    ep.describe(stacked)
