@@ -153,15 +153,6 @@ class NoGroup : public Group {
   Status Close() override { return Status(); }
 };
 
-TEST(RegistryTest, ABindingKeepsItsGroupAlive) {
-  Registry registry;
-  EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
-  const Binding binding = registry.Bind("ep", "step#0", 0);
-  const std::weak_ptr<Group> group = registry.Remove("ep");
-  EXPECT_FALSE(group.expired());
-  EXPECT_EQ(nullptr, registry.Bind("ep", "step#0", 0).group);
-}
-
 TEST(RegistryTest, AReleasedGroupLivesAsLongAsItsBindings) {
   Registry registry;
   const std::weak_ptr<Group> group = [&] {

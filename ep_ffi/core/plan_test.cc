@@ -131,15 +131,6 @@ TEST(PlanTest, OpensOnlyForItsSizes) {
   }
 }
 
-// If no choice is dropped, the plan does not depend on the overflow policy.
-TEST(PlanTest, OpensForTheOtherOverflowPolicy) {
-  PlanDims dropping = kSmall;
-  dropping.drop = true;
-  const BuiltPlan dropped = Build(dropping, 1, kSmallChoices);
-  EXPECT_TRUE(Open(kSmall, 1, dropped.mem).ok());
-  EXPECT_EQ(Build(kSmall, 1, kSmallChoices).mem, dropped.mem);
-}
-
 TEST(PlanTest, RejectsBytesThatAreNotAPlanOfThisRank) {
   const std::vector<std::byte> mem = Build(kSmall, 1, kSmallChoices).mem;
   EXPECT_EQ(Code::kInvalidArgument, Open(kSmall, 0, mem).code());

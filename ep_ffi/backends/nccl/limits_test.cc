@@ -64,19 +64,6 @@ TEST_F(LimitsTest, RowsBeyondTheLimitsAreRefused) {
   ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
 
-TEST_F(LimitsTest, ACombineWithWeightsIsRefused) {
-  const Domain domain = MakeDomain(kWorld);
-  const Routed routed = PrepareRandom(domain, kDims);
-  std::vector<RankInput> inputs = RandomInputs(Op::kCombine, routed, AnyType());
-  for (RankInput& input : inputs) input.data.weights.resize(kDims.capacity);
-  const StepPtr step = NewStep(domain, Op::kCombine, inputs);
-  const std::vector<Status> statuses = step->Run();
-  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
-    ExpectWords({"ep_combine", StrCat("rank ", rank, ":"), "weights"},
-                statuses[rank]);
-  }
-}
-
 // Beyond these limits, NCCL EP would terminate the process, fail at the first
 // dispatch, or overflow an integer.
 TEST(CreateTest, LibrariesMachinesAndSizesBeyondTheLimitsAreRefused) {
