@@ -112,7 +112,7 @@ std::string RunOps(int32_t rank, const testing::Domain& domain) {
 
 TEST(ProcessTest, ARankMayDieAtAnyMoment) {
   Random random(1);
-  for (int i = 0; i < 60 && !HasFailure(); ++i) {
+  for (int i = 0; i < 200 && !HasFailure(); ++i) {
     const int32_t dead = Uniform(random, 0, kNumRanks - 1);
     const int64_t us = Uniform(random, 0, 20000);
     SCOPED_TRACE(StrCat("rank ", dead, " after ", us, " us"));
