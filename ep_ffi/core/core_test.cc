@@ -3,19 +3,15 @@
 // Tests of denormals.h, export.h, pages.h, registry.h and str_cat.h.
 
 #include <gtest/gtest.h>
-#include <locale.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <limits>
-#include <locale>
 #include <string>
 #include <utility>
 #include <vector>
@@ -144,18 +140,6 @@ TEST(PagesTest, WritesZerosToLockedMemory) {
   memory.ExpectZeros(1, kBytes - 1);
 }
 
-TEST(PagesTest, HugePagesChangeNoBytes) {
-  Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
-  for (int64_t bytes : {int64_t{0}, kPage, kBytes}) {
-    PreferHugePages(memory.data(), bytes);
-    PreferHugePages(memory.data() + 3, std::max<int64_t>(0, bytes - 3));
-  }
-  memory.ExpectZeros(0, 0);
-  std::fill(memory.data(), memory.data() + kBytes, kOld);
-  WriteZeros(memory.data() + kPage, kBytes / 2);
-  memory.ExpectZeros(kPage, kPage + kBytes / 2);
-}
-
 class NoGroup : public Group {
   int64_t num_experts() const override { return 0; }
   int64_t ep_size() const override { return 0; }
@@ -168,28 +152,6 @@ class NoGroup : public Group {
   void FailRun(int64_t, const Status&) override {}
   Status Close() override { return Status(); }
 };
-
-TEST(RegistryTest, TwoLiveGroupsCannotShareAName) {
-  Registry registry;
-  auto first = std::make_shared<NoGroup>();
-  EXPECT_EQ(nullptr, registry.Find("ep"));
-  EXPECT_TRUE(registry.Add("ep", "", first).ok());
-  EXPECT_NE(nullptr, registry.Find("ep"));
-  EXPECT_FALSE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
-  EXPECT_EQ(first, registry.Remove("ep"));
-  EXPECT_EQ(nullptr, registry.Find("ep"));
-  EXPECT_EQ(nullptr, registry.Remove("ep"));
-  EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
-}
-
-TEST(RegistryTest, ABindingKeepsItsGroupAlive) {
-  Registry registry;
-  EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
-  const Binding binding = registry.Bind("ep", "step#0", 0);
-  const std::weak_ptr<Group> group = registry.Remove("ep");
-  EXPECT_FALSE(group.expired());
-  EXPECT_EQ(nullptr, registry.Bind("ep", "step#0", 0).group);
-}
 
 TEST(RegistryTest, AReleasedGroupLivesAsLongAsItsBindings) {
   Registry registry;
@@ -208,17 +170,6 @@ TEST(RegistryTest, AReleasedGroupLivesAsLongAsItsBindings) {
   registry.Release("ep");  // no group has this name any more
 }
 
-TEST(RegistryTest, CountsCopiesOfAnOpByProgramAndPosition) {
-  Registry registry;
-  EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
-  EXPECT_TRUE(registry.Add("other", "", std::make_shared<NoGroup>()).ok());
-  EXPECT_EQ(0, registry.Bind("ep", "step#0", 3).clone);
-  EXPECT_EQ(1, registry.Bind("ep", "step#0", 3).clone);
-  EXPECT_EQ(0, registry.Bind("ep", "step#0", 4).clone);
-  EXPECT_EQ(0, registry.Bind("ep", "step#1", 3).clone);
-  EXPECT_EQ(0, registry.Bind("other", "step#0", 3).clone);
-}
-
 TEST(StrCatTest, JoinsTextsAndNumbers) {
   EXPECT_EQ("", StrCat());
   EXPECT_EQ("abcd, ", StrCat("a", std::string("b"), std::string_view("cde", 2),
@@ -227,45 +178,6 @@ TEST(StrCatTest, JoinsTextsAndNumbers) {
   EXPECT_EQ("18446744073709551615",
             StrCat(std::numeric_limits<uint64_t>::max()));
   EXPECT_EQ("1 1.5 0.1 1e-09", StrCat(1.0, ' ', 1.5f, ' ', 0.1, ' ', 1e-9));
-}
-
-// The locale of a program that writes "1.000,5", while the object lives.
-class CommaLocale {
- public:
-  CommaLocale()
-      : before_(std::locale::global(std::locale(std::locale(), new Comma))) {
-#ifdef __GLIBC__
-    // The file of a German locale, which many machines lack. A locale's number,
-    // then the count and the offsets of its strings, then the strings.
-    constexpr uint32_t kHead[] = {0x20031114, 6, 32, 34, 36, 40, 44, 48};
-    constexpr char kStrings[] = ",\0.\0\3\3\0\0,\0\0\0.\0\0\0UTF-8";
-    const std::string folder = ::testing::TempDir() + "/comma";
-    mkdir(folder.c_str(), 0700);
-    std::ofstream(folder + "/LC_NUMERIC")
-        .write(reinterpret_cast<const char*>(kHead), sizeof(kHead))
-        .write(kStrings, sizeof(kStrings));
-    setenv("LOCPATH", ::testing::TempDir().c_str(), /*overwrite=*/1);
-    EXPECT_NE(nullptr, setlocale(LC_NUMERIC, "comma"));
-#endif
-  }
-  ~CommaLocale() {
-    setlocale(LC_NUMERIC, "C");
-    std::locale::global(before_);
-  }
-
- private:
-  struct Comma : std::numpunct<char> {
-    char do_decimal_point() const override { return ','; }
-    char do_thousands_sep() const override { return '.'; }
-    std::string do_grouping() const override { return "\3"; }
-  };
-
-  const std::locale before_;
-};
-
-TEST(StrCatTest, IgnoresTheLocale) {
-  const CommaLocale locale;
-  EXPECT_EQ("1000 0.5", StrCat(1000, ' ', 0.5));
 }
 
 TEST(StrCatTest, CutsATextBetweenCharacters) {

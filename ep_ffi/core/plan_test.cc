@@ -7,13 +7,11 @@
 #include <cstring>
 #include <functional>
 #include <limits>
-#include <numeric>
 #include <set>
 #include <string>
 
 #include "ep_ffi/testing/expect.h"
 #include "ep_ffi/testing/plans.h"
-#include "ep_ffi/testing/samples.h"
 
 namespace ep {
 
@@ -32,9 +30,6 @@ using testing::Choices;
 using testing::ExpectFailure;
 using testing::Layout;
 using testing::LayOut;
-using testing::Random;
-using testing::RandomChoices;
-using testing::RandomDims;
 using testing::SortAll;
 
 constexpr PlanDims kSmall = {/*num_experts=*/4, /*ep_size=*/2,
@@ -87,56 +82,6 @@ TEST(PlanTest, TheWorkedExample) {
   EXPECT_EQ((std::vector<uint8_t>{1, 0, 1, 0}), layout.kept[1]);
 }
 
-TEST(PlanTest, RoutesOfRandomPlansLeadThereAndBack) {
-  Random random(1);
-  for (int i = 0; i < 4000; ++i) {
-    SCOPED_TRACE(StrCat("case ", i));
-    const PlanDims dims =
-        RandomDims(random, /*ep_size=*/1 + i % 4, /*drop=*/i % 8 < 4);
-    const Choices topk_idx = RandomChoices(random, dims);
-    const std::vector<SortedChoices> sorted = SortAll(dims, topk_idx);
-    const Layout layout = LayOut(dims, topk_idx);
-    uint64_t fingerprint = 0;
-    for (int32_t rank = 0; rank < dims.ep_size; ++rank) {
-      const BuiltPlan built(dims, rank, sorted);
-      ASSERT_TRUE(built.status.ok()) << built.status.message();
-      const Plan plan = OpenValid(dims, rank, built.mem);
-      if (rank == 0) fingerprint = plan.fingerprint();
-      EXPECT_EQ(fingerprint, plan.fingerprint());
-      int64_t received = 0;
-      for (int32_t c = 0; c < dims.capacity; ++c) {
-        const Route from = plan.recv()[c];
-        if (from.rank < 0) continue;
-        EXPECT_EQ((Route{rank, c}), layout.send[from.rank][from.index]);
-        ++received;
-      }
-      EXPECT_EQ(received, std::accumulate(built.token_counts.begin(),
-                                          built.token_counts.end(), 0));
-    }
-  }
-}
-
-TEST(SortChoicesTest, RejectsIdsOutOfRange) {
-  // Truncated to 32 bits, the last id would be 0, a valid id.
-  for (int64_t bad : {int64_t{4}, int64_t{-2}, int64_t{1} << 32}) {
-    std::vector<int64_t> topk_idx = kSmallChoices[0];
-    topk_idx[3] = bad;
-    SortedChoices out;
-    ExpectFailure({Code::kInvalidArgument,
-                   {StrCat("topk_idx[1, 1] = ", bad,
-                           ", but num_experts = 4; valid ids are -1..3")}},
-                  SortChoices(kSmall, topk_idx.data(), &out));
-  }
-}
-
-TEST(SortChoicesTest, RejectsAnExpertTwiceInAToken) {
-  std::vector<int64_t> topk_idx = kSmallChoices[0];
-  topk_idx[5] = topk_idx[4];
-  SortedChoices out;
-  ExpectFailure({Code::kInvalidArgument, {"topk_idx[2, 1] = 0 repeats"}},
-                SortChoices(kSmall, topk_idx.data(), &out));
-}
-
 TEST(BuildPlanTest, AFullCapacityIsEnough) {
   PlanDims dims = kSmall;
   dims.capacity = 8;
@@ -184,15 +129,6 @@ TEST(PlanTest, OpensOnlyForItsSizes) {
     ExpectFailure({Code::kInvalidArgument, {"ep_prepare"}},
                   Open(dims, 1, prepared.mem));
   }
-}
-
-// If no choice is dropped, the plan does not depend on the overflow policy.
-TEST(PlanTest, OpensForTheOtherOverflowPolicy) {
-  PlanDims dropping = kSmall;
-  dropping.drop = true;
-  const BuiltPlan dropped = Build(dropping, 1, kSmallChoices);
-  EXPECT_TRUE(Open(kSmall, 1, dropped.mem).ok());
-  EXPECT_EQ(Build(kSmall, 1, kSmallChoices).mem, dropped.mem);
 }
 
 TEST(PlanTest, RejectsBytesThatAreNotAPlanOfThisRank) {

@@ -127,26 +127,6 @@ TEST(BorrowedCommunicatorTest, DomainsLieAlongAnAxisOfTheMesh) {
   }
 }
 
-TEST(BorrowedCommunicatorTest, WithoutAxesThereAreNoDomains) {
-  Domains domains;
-  EXPECT_TRUE(Decode(0, {}, &domains).ok());
-  EXPECT_EQ(0, domains.size);
-}
-
-TEST(BorrowedCommunicatorTest, RefusesInvalidMeshes) {
-  const std::vector<std::pair<int64_t, Places>> cases = {
-      {-1, {2}},
-      {1, {2}},
-      {0, {0}},
-      {0, {2, -1}},
-      {0, {int64_t{1} << 62, int64_t{1} << 62}}};
-  for (const auto& [axis, shape] : cases) {
-    Domains domains;
-    EXPECT_FALSE(Decode(axis, shape, &domains).ok());
-    EXPECT_EQ(Places(), domains.places);
-  }
-}
-
 TEST(BorrowedCommunicatorTest, RequestsAndFindsCommunicators) {
   Xla xla;
   const Domains domains = Pairs();

@@ -479,36 +479,5 @@ TEST(SharedWorkTest, ReportsLackOfMemory) {
   EXPECT_EQ(2, num_runs);
 }
 
-TEST(SharedWorkTest, SeveralThreadsMayLackMemory) {
-  Threads threads(4);
-  std::atomic<int> num_workers{0};
-  // Two of four threads fail after all four have begun an item.
-  const Status status = RunShared(50, 4, &threads, [&] {
-    const bool fails = num_workers++ % 2 == 0;
-    while (num_workers < 4) std::this_thread::yield();
-    if (fails) throw std::bad_alloc();
-    return [](int64_t) {};
-  });
-  EXPECT_EQ(Code::kResourceExhausted, status.code());
-}
-
-TEST(SharedWorkTest, RunsItemsIfAPoolTakesNoTasks) {
-  class FullPool : public Executor {
-   public:
-    void Schedule(std::function<void()>) override { throw std::bad_alloc(); }
-    int64_t num_threads() const override { return 4; }
-  };
-  FullPool pool;
-  std::vector<int> runs(10);
-  EXPECT_TRUE(RunShared(10, 4, &pool, [&] {
-                return [&](int64_t item) { ++runs[item]; };
-              }).ok());
-  EXPECT_EQ(std::vector<int>(10, 1), runs);
-}
-
-TEST(SharedWorkTest, ThereMayBeNoItems) {
-  EXPECT_TRUE(RunShared(0, 4, nullptr, nullptr).ok());
-}
-
 }  // namespace
 }  // namespace ep

@@ -129,22 +129,6 @@ TEST_P(CheckConformance, RanksThatDisagreeFail) {
   ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
 
-TEST_P(CheckConformance, AHandleOfAnotherLayerFails) {
-  const Domain domain = MakeDomain(kWorld);
-  PlanDims other = kDims;
-  other.alignment = 3;
-  const Routed routed = PrepareRandom(domain, kDims);
-  const Routed foreign = PrepareRandom(domain, other);
-  for (Op op : {Op::kDispatch, Op::kCombine}) {
-    std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
-    inputs[3].mem = foreign.mems[3];
-    ExpectFailureOnAll(
-        {Code::kInvalidArgument,
-         {OpName(op), kLayerName, "rank 3", "handle.mem", "ep_prepare"}},
-        NewStep(domain, op, inputs));
-  }
-}
-
 // With any bytes in a handle, every rank completes, no op writes out of bounds,
 // and the group serves the next op.
 TEST_P(CheckConformance, CorruptHandlesDoNoHarm) {

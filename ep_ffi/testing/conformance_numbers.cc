@@ -62,33 +62,6 @@ TEST_P(Conformance, BothIndexTypesGiveTheSameHandle) {
   ExpectWorks(domain, Op::kDispatch, same, AnyType());
 }
 
-// If weights decide which choices are dropped and the capacity is exceeded,
-// Python's ep_prepare prepares again with only the choices that get a row.
-TEST_P(GatherConformance, KeptChoicesCanBePreparedAgain) {
-  PlanDims layer = kDims;
-  layer.capacity = 16;
-  layer.drop = true;
-  layer = backend_.fit(layer);
-  const Domain domain = MakeDomain({layer});
-  Choices few(layer.ep_size, std::vector<int64_t>(layer.num_choices(), -1));
-  for (int64_t rank = 0; rank < layer.ep_size; ++rank) few[rank][0] = rank;
-  Choices many = few, assigned = few;
-  for (int64_t rank = 0; rank < layer.ep_size; ++rank) {
-    for (int64_t i = 2; i < layer.num_choices(); i += 2) {
-      many[rank][i] = 0, many[rank][i + 1] = 1;
-      if (i < 6) assigned[rank][i] = i;
-    }
-  }
-  const Routed first = Prepare(domain, layer, few);
-  EXPECT_FALSE(first.layout.Overflows(layer));
-  EXPECT_TRUE(Prepare(domain, layer, many).layout.Overflows(layer));
-  const Routed second = Prepare(domain, layer, assigned);
-  for (Op op : kMoves) {
-    ExpectWorks(domain, op, first, AnyType());
-    ExpectWorks(domain, op, second, AnyType());
-  }
-}
-
 TEST_P(Conformance, AnUnspecifiedTailDoesNotChangeOtherRows) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);

@@ -56,26 +56,19 @@ Choices RandomChoices(Random& random, const PlanDims& dims) {
   return choices;
 }
 
-RankData RandomData(Random& random, const RowType& type, int64_t num_rows,
-                    int64_t num_weights) {
+RankData RandomInput(Random& random, Op op, const PlanDims& dims,
+                     const RowType& type, bool weighted) {
+  const bool scatters = IsScatter(op);
+  const int64_t num_rows = scatters ? dims.num_tokens : dims.capacity;
   RankData data;
   data.rows.resize(num_rows * type.bytes());
   for (int64_t i = 0; i < num_rows * type.width; ++i) {
     Store(type.dtype, RandomFloat(random), data.rows.data(), i);
   }
-  for (int64_t i = 0; i < num_weights; ++i) {
-    data.weights.push_back(RandomFloat(random));
-  }
+  if (op == Op::kCombineBwd || !weighted) return data;
+  data.weights.resize(scatters ? dims.num_choices() : dims.capacity);
+  for (float& weight : data.weights) weight = RandomFloat(random);
   return data;
-}
-
-RankData RandomInput(Random& random, Op op, const PlanDims& dims,
-                     const RowType& type, bool weighted) {
-  const bool scatters = IsScatter(op);
-  int64_t num_weights = scatters ? dims.num_choices() : dims.capacity;
-  if (op == Op::kCombineBwd || !weighted) num_weights = 0;
-  return RandomData(random, type, scatters ? dims.num_tokens : dims.capacity,
-                    num_weights);
 }
 
 void PoisonUnusedSlots(const RowType& type, const std::vector<Route>& recv,

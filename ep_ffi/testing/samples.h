@@ -30,11 +30,8 @@ PlanDims RandomDims(Random& random, int64_t ep_size, bool drop);
 // Returns distinct experts for each token, and some unused choices.
 Choices RandomChoices(Random& random, const PlanDims& dims);
 
-// Returns rows and weights of a rank, of both signs and different magnitudes.
-RankData RandomData(Random& random, const RowType& type, int64_t num_rows,
-                    int64_t num_weights);
-
 // Returns inputs of an op other than ep_prepare, with weights if `weighted`.
+// Numbers have both signs and different magnitudes.
 RankData RandomInput(Random& random, Op op, const PlanDims& dims,
                      const RowType& type, bool weighted = true);
 

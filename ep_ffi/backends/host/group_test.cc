@@ -8,13 +8,10 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <array>
 #include <cstring>
 #include <thread>
 
 #include "ep_ffi/backends/host/testing/groups.h"
-#include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/testing/conformance.h"
 
 namespace ep::host {
@@ -130,41 +127,6 @@ TEST(HostGroupTest, AGroupMayCloseAtAnyMomentOfItsOps) {
           << status.message();
     }
   }
-}
-
-// Counts the descriptors, segments and threads of this process.
-std::array<size_t, 3> CountHoldings() {
-  const std::string segments = Lines("/proc/self/maps", "memfd:ep_");
-  return {
-      CountEntries("/proc/self/fd"),
-      static_cast<size_t>(std::count(segments.begin(), segments.end(), '\n')),
-      CountEntries("/proc/self/task")};
-}
-
-// Closes groups but keeps the group objects, as compiled programs do.
-TEST(HostGroupTest, ClosedGroupsHoldNothing) {
-  std::vector<Domain> closed;
-  const auto cycle = [&] {
-    const Domain& domain =
-        closed.emplace_back(MakeHostGroup({kTwoRanks}, 2)[0]);
-    ExpectRuns(PrepareStep(domain, kTwoRanks));
-    for (const auto& group : domain.groups) (void)group->Close();
-  };
-  cycle();  // creates objects that are never freed
-  const auto before = CountHoldings();
-  for (int i = 0; i < 200; ++i) cycle();
-  // Threads of a closed group exit a moment later.
-  const auto has_no_more = [&] {
-    const auto after = CountHoldings();
-    return after[0] <= before[0] && after[1] <= before[1] &&
-           after[2] <= before[2];
-  };
-  EXPECT_TRUE(WaitFor(/*seconds=*/5, has_no_more))
-      << ::testing::PrintToString(before) << " became "
-      << ::testing::PrintToString(CountHoldings());
-  ExpectFailureOnAll(
-      {Code::kFailedPrecondition, {"ep_prepare(layer", "finalized"}},
-      PrepareStep(closed[0], kTwoRanks));
 }
 
 }  // namespace

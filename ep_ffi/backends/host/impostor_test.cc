@@ -4,19 +4,17 @@
 // peer violates the protocol or a system call fails. The fuzz targets search
 // for more cases.
 
+#include <dirent.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <cstring>
-#include <fstream>
 #include <thread>
 #include <utility>
 
 #include "ep_ffi/backends/host/testing/groups.h"
-#include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/backends/host/transport/segment.h"
 #include "ep_ffi/testing/expect.h"
@@ -82,25 +80,22 @@ struct Shared {
   Fd fd;
 };
 
-TEST(ImpostorTest, GarbageEndsTheConnection) {
-  const GroupWithImpostor group({kDims});
-  const auto begin = std::chrono::steady_clock::now();
-  group.impostor->Send("garbage");
-  EXPECT_EQ("", group.impostor->Receive());
-  EXPECT_LT(std::chrono::steady_clock::now() - begin,
-            std::chrono::milliseconds(900))
-      << "nothing ended the connection";
+size_t CountDescriptors() {
+  DIR* entries = opendir("/proc/self/fd");
+  size_t count = 0;
+  while (readdir(entries)) ++count;
+  closedir(entries);
+  return count;
 }
 
 TEST(ImpostorTest, KeepsNoDescriptor) {
   const GroupWithImpostor group({kDims});
-  const size_t before = CountEntries("/proc/self/fd");
+  const size_t before = CountDescriptors();
   for (int i = 0; i < 10; ++i) Shared::Announce(*group.impostor, {0, 0, 0});
   group.impostor->Send("", {0});
   group.impostor->Leave();
   EXPECT_EQ(Code::kUnavailable, Prepare(group, 1)->Wait(0).code());
-  EXPECT_LT(CountEntries("/proc/self/fd"),
-            before);  // the impostor has closed its descriptor
+  EXPECT_LT(CountDescriptors(), before);  // the impostor has closed its socket
 }
 
 // A peer may write to its segment while this process reads the segment.
@@ -202,45 +197,6 @@ TEST(LimitsTest, TheErrorOfAReceiverNamesTheLimitToRaise) {
   ExpectFailure(
       {Code::kResourceExhausted, {"Too many open files", "ulimit -n"}}, status);
 }
-
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-TEST(LimitsTest, ARankThatLacksMemoryFailsTheRunOnAllRanks) {
-  const testing::Domain domain = MakeHostGroup({kDims}, 2)[0];
-  std::vector<RankInput> inputs(kDims.ep_size);
-  inputs[1].dims = kDims;
-  inputs[1].topk_idx.resize(kDims.num_choices());
-  const StepPtr waiting =
-      Step::Make(domain, Op::kPrepare, {/*run_id=*/1}, inputs);
-  waiting->Post(1);
-
-  Layer layer = {};
-  layer.top_k = layer.alignment = layer.capacity = 1;
-  const Site site = MakeSite(layer, "jit_step#0", /*position=*/1, /*clone=*/0);
-  const std::vector<int32_t> topk_idx(16 << 20);
-  PrepareArgs args = {};
-  args.topk_idx = topk_idx.data();
-  args.num_tokens = topk_idx.size();
-  args.top_k = 1;
-  Status status;
-  Call call = {};
-  call.op = Op::kPrepare;
-  call.site = &site;
-  call.run_id = 1;
-  call.device = domain.devices[0];
-  call.done = [&](Status s) { status = std::move(s); };
-  {
-    int64_t pages = 0;
-    std::ifstream("/proc/self/statm") >> pages;
-    const Limit limit(RLIMIT_AS, pages * getpagesize() + (8 << 20));
-    domain.groups[0]->Prepare(std::move(call), args);
-  }
-  for (const Status& s : {status, waiting->Wait(1)}) {
-    ExpectFailure({Code::kResourceExhausted,
-                   {"ep_prepare(layer", "rank 0", "leave more memory"}},
-                  s);
-  }
-}
-#endif
 
 }  // namespace
 }  // namespace ep::host

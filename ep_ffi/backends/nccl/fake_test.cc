@@ -35,16 +35,6 @@ TEST_F(FakeTest, RanksThatCallDifferentFunctionsAreCaught) {
   ExpectViolation("rank 0 calls");
 }
 
-TEST_F(FakeTest, AnAbsentRankIsCaught) {
-  fake::TheMachine().timeout_s = 0.5;
-  const Domain domain = MakeDomain(kWorld);
-  const Routed routed = PrepareRandom(domain, kDims);
-  const StepPtr step = NewMove(domain, Op::kDispatch, routed);
-  for (int64_t rank : {0, 1, 3}) step->Post(rank);
-  AwaitStreams(domain);
-  ExpectViolation("timed out");
-}
-
 TEST_F(FakeTest, ConcurrentStreamsAreCaught) {
   AllowLeaks();
   fake::TheMachine().timeout_s = 0.5;
@@ -74,19 +64,6 @@ TEST_F(FakeTest, AStaleAddressIsCaught) {
   step->Post(0);
   ExpectViolation("stale address");
   AwaitStreams(domain);
-}
-
-TEST_F(FakeTest, ACommunicatorInUseIsNotDestroyed) {
-  std::vector<std::shared_ptr<Lent>> lent;
-  const auto groups = ConnectAll(/*timeout_s=*/10, &lent);
-  const fake::Resources live = fake::CountResources();
-  for (const char* kind : {"contexts", "communicators", "groups"}) {
-    EXPECT_LE(4u, live.at(kind)) << kind;
-  }
-  const std::shared_ptr<Device> device = OpenDevice(0);
-  const Device::Scope scope(*device);
-  ncclCommDestroy(lent[0]->comm());
-  ExpectViolation("a group of NCCL EP lives on it");
 }
 
 TEST_F(FakeTest, WrongCallsAreCaught) {

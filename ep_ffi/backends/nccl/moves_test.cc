@@ -102,25 +102,6 @@ TEST_F(MovesTest, AnUnspecifiedTailIsNotWritten) {
   }
 }
 
-// ep_resize closes a group and connects another.
-TEST_F(MovesTest, FiftyReplacedGroupsLeaveNothingBehind) {
-  const fake::Resources before = fake::CountResources();
-  fake::Resources during;
-  for (int i = 0; i < 50; ++i) {
-    const Domain domain = FakeNccl().make(kWorld)[0];
-    const Routed routed = PrepareRandom(domain, kDims);
-    for (Op op : kMoves) ExpectWorks(domain, op, routed, AnyType());
-    const fake::Resources now = fake::CountResources();
-    if (i == 0) during = now;
-    EXPECT_EQ(during, now) << "after " << i << " groups";
-    ForEachRank(domain.size(),
-                [&](int64_t rank) { ExpectOk(domain.groups[rank]->Close()); });
-  }
-  Await([&] { return fake::CountResources() == before; });
-  EXPECT_EQ(before, fake::CountResources());
-  EXPECT_LT(before.at("groups"), during.at("groups"));
-}
-
 // A kernel launch takes some microseconds, a large part of a small op's time.
 TEST_F(MovesTest, OpsEnqueueTheseKernelsOnly) {
   const Domain domain = MakeDomain(kWorld);

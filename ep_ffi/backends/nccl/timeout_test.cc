@@ -298,33 +298,6 @@ TEST(GiveUpTest, TheErrorHasTheSentenceAboutOtherRanks) {
   fake::Synchronize(stream.get());
 }
 
-// NCCL EP's kernels cannot be stopped. Freeing memory that the device may still
-// use would wait for the device, or break its work.
-TEST_F(TimeoutTest, AfterATimeoutTheOthersLeakResourcesOfTheDevice) {
-  AllowLeaks();
-  const fake::Resources before = fake::CountResources();
-  {
-    WorldOptions options = kWorld;
-    options.timeout_s = 1;
-    const Domain domain = backend_.make(options)[0];
-    const StepPtr step = NewPrepare(domain, kDims);
-    for (int64_t rank : {0, 1, 3}) step->Post(rank);
-    ExpectTimeouts(*step, {0, 1, 3});
-    AwaitStreams(domain);
-  }
-  const auto count = [&] {
-    const fake::Resources now = fake::CountResources();
-    std::vector<size_t> more;
-    for (const char* kind : {"contexts", "modules", "host allocations"}) {
-      more.push_back(now.at(kind) - before.at(kind));
-    }
-    return more;
-  };
-  const std::vector<size_t> stuck = {3, 3, 3};
-  Await([&] { return count() == stuck; });
-  EXPECT_EQ(stuck, count());
-}
-
 TEST_F(TimeoutTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
   AllowLeaks();
   struct {

@@ -81,22 +81,6 @@ TEST(BatchTest, LackOfMemoryIsAFailure) {
   EXPECT_EQ(Code::kResourceExhausted, batch.status().code());
 }
 
-TEST(BatchTest, WithoutChunksTheWorkIsDone) {
-  Batch batch(MakeExchange({0, 0}, nullptr));
-  EXPECT_EQ(1, batch.NumUsefulThreads(8));
-  EXPECT_TRUE(batch.Work());
-}
-
-TEST(BatchTest, OneThreadRunsSmallWork) {
-  const auto useful = [](int64_t bytes) {
-    ExchangePtr exchange = MakeExchange({5, 5}, nullptr);
-    exchange->parts[0].contribution.signature[Signature::kFirstBytes] = bytes;
-    return Batch(std::move(exchange)).NumUsefulThreads(8);
-  };
-  EXPECT_EQ(1, useful(1000));
-  EXPECT_EQ(8, useful(1 << 30));
-}
-
 constexpr uint64_t kSite = 5;
 
 TEST(LaunchesTest, UsesRunIdsThatAreNear) {

@@ -9,20 +9,13 @@
 
 #include "ep_ffi/core/denormals.h"
 #include "ep_ffi/testing/formats.h"
-#include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 namespace {
 
 using testing::Decode;
 using testing::Encode;
-using testing::Load;
-using testing::Random;
-using testing::RandomData;
-using testing::RankData;
-using testing::RowType;
 using testing::Store;
-using testing::Uniform;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -101,40 +94,6 @@ TEST_P(RowMath16, RoundsToNearestAndTiesToEven) {
     ASSERT_EQ(low, Rounded(GetParam(), std::nextafter(middle, 0.0f)));
     ASSERT_EQ(low + 1, Rounded(GetParam(), std::nextafter(middle, kInfinity)));
     ASSERT_EQ(0x8000 | even, Rounded(GetParam(), -middle) | 0x8000);
-  }
-}
-
-TEST_P(RowMath, RandomSumsMatchTheOracle) {
-  Random random(1);
-  // Widths near multiples of the sizes of vectors and blocks.
-  for (int64_t width :
-       {1,  2,  3,  7,  8,    9,    15,   16,   17,   31,   32,
-        33, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 5000}) {
-    const RowType type = {width, GetParam()};
-    const int64_t num_terms = Uniform(random, 0, 6);
-    std::vector<RankData> rows;
-    std::vector<Term> terms;
-    std::vector<float> sums(width, 0.0f);
-    for (int64_t i = 0; i < num_terms; ++i) {
-      rows.push_back(RandomData(random, type, 1, 1));
-      const float scale = rows.back().weights[0];
-      terms.push_back({rows.back().rows.data(), scale});
-      for (int64_t c = 0; c < width; ++c) {
-        const float product =
-            scale * float(Load(GetParam(), rows.back().rows.data(), c));
-        sums[c] = sums[c] + product;
-      }
-    }
-    constexpr std::byte kCanary{0x5c};
-    std::vector<std::byte> out(type.bytes() + 64, kCanary);
-    SumRows(GetParam(), terms, width, out.data());
-    for (int64_t c = 0; c < width; ++c) {
-      ASSERT_EQ(double(Decode(GetParam(), Encode(GetParam(), sums[c]))),
-                Load(GetParam(), out.data(), c))
-          << "column " << c << " of " << width;
-    }
-    EXPECT_EQ(std::vector<std::byte>(64, kCanary),
-              std::vector<std::byte>(out.end() - 64, out.end()));
   }
 }
 

@@ -6,8 +6,6 @@
 
 #include <gtest/gtest.h>
 
-#include <set>
-
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
@@ -82,27 +80,6 @@ TEST(MessagesTest, RejectsAFailureWithoutAnError) {
     message.code = code;
     EXPECT_FALSE(Decodes(Encode(message, ""))) << code;
   }
-}
-
-TEST(SignatureTest, FieldsHaveDifferentNames) {
-  std::set<std::string> names;
-  for (int f = 0; f < Signature::kNumFields; ++f) {
-    names.insert(Signature::Name(static_cast<Signature::Field>(f)));
-  }
-  EXPECT_EQ(size_t{Signature::kNumFields}, names.size());
-}
-
-TEST(SignatureTest, HasTextForAnyValueOfAPeer) {
-  Signature s;
-  for (int64_t value : {int64_t{-1}, int64_t{0}, int64_t{1}, INT64_MAX}) {
-    for (int f = 0; f < Signature::kNumFields; ++f) {
-      s.values[f] = value;
-      EXPECT_NE("", s.ValueOf(static_cast<Signature::Field>(f)));
-    }
-  }
-  EXPECT_EQ("float32",
-            (s[Signature::kDType] = 0, s.ValueOf(Signature::kDType)));
-  EXPECT_EQ("zero", (s[Signature::kTail] = 1, s.ValueOf(Signature::kTail)));
 }
 
 TEST(SignatureTest, TheSecondArrayIsAligned) {

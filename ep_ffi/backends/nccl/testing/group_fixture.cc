@@ -48,7 +48,9 @@ class FakeChecker : public ::testing::EmptyTestEventListener {
     }
     if (leaks_allowed_) return;
     // The thread that connected a group may destroy its objects a little later.
-    Await([this] { return fake::CountResources() == before_; });
+    for (int i = 0; i < 200 && fake::CountResources() != before_; ++i) {
+      Sleep(0.01);
+    }
     EXPECT_EQ(before_, fake::CountResources());
   }
 
@@ -117,10 +119,6 @@ PlanDims Fit(PlanDims dims) {
 }  // namespace
 
 void AllowLeaks() { FakeChecker::AllowLeaks(); }
-
-void Await(const std::function<bool()>& condition) {
-  for (int i = 0; i < 200 && !condition(); ++i) Sleep(0.01);
-}
 
 void Sleep(double seconds) {
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));

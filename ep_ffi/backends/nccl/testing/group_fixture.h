@@ -7,7 +7,6 @@
 #define EP_FFI_BACKENDS_NCCL_TESTING_GROUP_FIXTURE_H_
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -39,9 +38,6 @@ using testing::WorldOptions;
 
 // Allows the current test to leave objects of the libraries behind.
 void AllowLeaks();
-
-// Waits until the condition is true, for at most two seconds.
-void Await(const std::function<bool()>& condition);
 
 void Sleep(double seconds);
 
