@@ -2,8 +2,7 @@
 """However a rank ends, each other rank says so soon, and the job ends.
 
 Each table has jobs by name. A job's program is the code of each rank, with the
-functions of ending.py. The C++ process_test has ranks that die or stop at any
-moment of an op, of a bootstrap and of ep_finalize.
+functions of ending.py. The C++ process_test has ranks that die at any moment.
 """
 
 import concurrent.futures
