@@ -77,7 +77,8 @@ def ep_test(
     """Defines a py_test per process layout and platform.
 
     The tests are named <name>_<layout>_<platform>. The suite <name> has all CPU
-    tests. Only --config=gpu runs GPU tests; see docs/gpu.md. <name>_<layout>_xla
+    tests. The tags of a test include <layout>_<platform>, for filters. Only
+    --config=gpu runs GPU tests; see docs/gpu.md. <name>_<layout>_xla
     runs on the CPU with backend="xla", and <name>_<layout>_gpu_compiler and
     <name>_<layout>_tpu_compiler compile for GPUs and TPUs.
 
@@ -135,7 +136,7 @@ def ep_test(
                 "JAX_PLATFORMS": on.platform,
             },
             shard_count = shards.get(suffix),
-            tags = on.tags + ["cpu:{}".format(_cores(world))] +
+            tags = on.tags + [suffix, "cpu:{}".format(_cores(world))] +
                    (["smoke"] if suffix in smoke else []),
             deps = deps + on.deps + ["//tests:harness"],
             **kwargs
