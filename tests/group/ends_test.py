@@ -31,7 +31,7 @@ EXIT_S = 1.0  # an exit_after_s that a job reaches
 
 @dataclasses.dataclass(frozen=True)
 class End:
-  """What the other ranks say about an end, and when."""
+  """Describes what the other ranks say about an end, and when."""
 
   says: str  # a regular expression
   who: set[int]

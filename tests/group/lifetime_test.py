@@ -180,7 +180,7 @@ def run_child(act):
 
 
 def run_exit_handlers():
-  """Runs Python's exit handlers, except those of JAX.
+  """Runs Python's exit handlers, but not JAX's.
 
   JAX's handlers use the parent's connection to the coordination service, and
   would also terminate the parent.

@@ -74,7 +74,7 @@ def pytest_generate_tests(metafunc):
   if "index" in metafunc.fixturenames:
     option = metafunc.config.getoption
     first, count = option("draws_first"), option("draws")
-    # XLA compiles programs of its own backend slowly.
+    # XLA compiles the programs of backend "xla" slowly.
     step = 4 if NAME == "xla" else 1
     metafunc.parametrize("index", range(first, first + count, step))
 

@@ -244,7 +244,7 @@ breaks("soak", says="heap grew: ", keeps_memory_of_every_step=keeps_every_step)
 
 # --- Faults of grouped matmuls -----------------------------------------------
 
-# Most faults are those of released kernels, which the docstrings cite.
+# Released kernels had most of these faults, as the docstrings cite.
 
 OF_MATRICES = r"^the gradient of matrices: group \d+ of \d+ rows, row \d+"
 

@@ -95,7 +95,7 @@ def _fits_nccl(setting):
   )
 
 
-# What backends declare otherwise than "host". XLA's collectives guarantee no
+# Two backends do not declare what "host" does. XLA's collectives guarantee no
 # error if a process dies or disagrees, and nccl reports an overflow and
 # disagreeing ranks in a later op.
 _DECLARED = {

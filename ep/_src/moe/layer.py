@@ -295,7 +295,7 @@ class MoE:
     return y, metrics
 
 
-# Of tokens that `pad` adds: x, mask, forced_idx, captured_idx.
+# `pad` adds tokens with these values of x, mask, forced_idx, captured_idx.
 _FILLS = (0, False, -1, -1)
 
 

@@ -162,7 +162,7 @@ def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-# The arguments are those of `exchanges.to_slots`.
+# The functions take the arguments of `exchanges.to_slots`.
 _MOVERS: dict[str, Callable[..., list[jax.Array]]] = {
   "ep_dispatch": exchanges.to_slots,
   "ep_combine": _combine,
