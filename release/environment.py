@@ -63,33 +63,13 @@ class Environment:
     variables["PYTHONPATH"] = packages(module)
     self.run(sys.executable, "-m", module, *argv, **variables)
 
-  def install(self, *options: str) -> None:
-    """Runs pip install without downloads."""
+  def pip(self, command: str, *options: str, **variables: str) -> None:
+    """Runs a command of pip, such as "install", without downloads."""
     self.run_tool(
-      *("pip", "--python", self.python, "install", "--quiet", "--no-index"),
+      *("pip", "--python", self.python, command, "--quiet", "--no-index"),
       *("--no-cache-dir", "--disable-pip-version-check", *options),
+      **variables,
     )
-
-  def run_stage(
-    self, dockerfile: pathlib.Path, stage: str, **variables: str
-  ) -> str:
-    """Runs the commands of a stage, without apt-get; returns the last output.
-
-    pip downloads nothing.
-    """
-    pip = self._bin / "pip"
-    pip.write_text(
-      f'#!/bin/sh\nPYTHONPATH={packages("pip")} exec python -m pip "$@"\n'
-    )
-    pip.chmod(0o755)
-    variables |= dict(
-      PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_CACHE_DIR="1", PIP_NO_INDEX="1"
-    )
-    _, _, rest = dockerfile.read_text().partition(f" AS {stage}\n")
-    lines = re.findall(r"^RUN (.*)$", rest.partition("\nFROM ")[0], re.M)
-    commands = [line for line in lines if not line.startswith("apt-get ")]
-    outputs = [self.run("sh", "-c", line, **variables) for line in commands]
-    return outputs[-1]
 
 
 def write_wheel(
