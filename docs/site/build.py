@@ -43,7 +43,7 @@ _CONTENTS = """
 Start: use install tutorial choices
 How to: howto/train howto/whole_model howto/finetune howto/decode \
 howto/clusters howto/failures howto/replace \
-howto/router_replay howto/without_accelerators howto/test_a_transport
+howto/without_accelerators howto/test_a_transport
 The layer: moe router sharp_bits errors
 Reference: reference/ep reference/moe reference/presets reference/launch \
 reference/quant reference/lax reference/testing
