@@ -99,7 +99,7 @@ step = jax.jit(lambda state, batch: state + block(batch))
 # Pages with code that needs names from _GIVEN. Other pages are whole programs.
 _FRAGMENTS = {
   f"docs/{page}.md"
-  for page in ("architecture", "performance", "sharp_bits")
+  for page in ("architecture", "sharp_bits")
 }
 _LAUNCHED = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
