@@ -260,8 +260,17 @@ def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
   def explicit(entry: Any) -> tuple[str, ...]:
     return tuple(a for a in _axes(entry) if types[a] == AxisType.Explicit)
 
-  spec = PartitionSpec(*map(explicit, spec))
-  return jax.sharding.reshard(arrays, NamedSharding(mesh, spec))
+  sharding = NamedSharding(mesh, PartitionSpec(*map(explicit, spec)))
+
+  def moved(x: jax.Array) -> jax.Array:
+    if jax.typeof(x).sharding == sharding:
+      return x
+    # From JAX 0.12 on, XLA gives a collective the name of its operand: the first
+    # barrier, or in the transposed program the second, has the scope's name.
+    x = jax.sharding.reshard(jax.lax.optimization_barrier(x), sharding)
+    return jax.lax.optimization_barrier(x)
+
+  return jax.tree.map(moved, arrays)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
