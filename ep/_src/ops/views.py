@@ -262,11 +262,12 @@ def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
 
   sharding = NamedSharding(mesh, PartitionSpec(*map(explicit, spec)))
 
-  def moved(x: jax.Array) -> jax.Array:
+  def moved(x: Any) -> Any:
     if jax.typeof(x).sharding == sharding:
       return x
-    # From JAX 0.12 on, XLA gives a collective the name of its operand: the first
-    # barrier, or in the transposed program the second, has the scope's name.
+    # From JAX 0.12 on, XLA gives a collective the name of its operand: the
+    # first barrier, or in the transposed program the second, which are in the
+    # caller's scope.
     x = jax.sharding.reshard(jax.lax.optimization_barrier(x), sharding)
     return jax.lax.optimization_barrier(x)
 
