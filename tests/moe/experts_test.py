@@ -5,7 +5,6 @@ The row "experts" of layer_test.py has LoRA experts that also call a kernel of
 JAX with `segments.group_sizes`.
 """
 
-
 import jax
 import jax.extend
 import jax.numpy as jnp
