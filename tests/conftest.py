@@ -78,7 +78,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   option("--lifetimes", 600, 160)
   option("--load_rounds", 4, 4)
   option("--soak_steps", 2000, 2000, 100)
-  option("--plants", 5, 5, 5)
   option("--fsdp_steps", 2, 2, 2)
   parser.addoption("--first_cases", action="store_true")
 

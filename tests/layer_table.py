@@ -154,7 +154,7 @@ ROWS = {
     is_placed=True,
   ),
   "pad": Row(dict(dtype=jnp.bfloat16), pad=True, tolerance=2e-2),
-  "experts": Row(alignment=4, network=lora),
+  "experts": Row(alignment=4, network=lora, pad=True),
 }
 
 
@@ -199,7 +199,8 @@ class Setup:
       idx, weights = ep.route_topk(logits, K, mask=mask)
       own = {n: p for n, p in params.items() if n != "router"}
       args = self.layer, x, idx, weights
-      return ep.moe_layer(*args, experts=row.network, params=own), {}
+      options = dict(experts=row.network, params=own, pad=row.pad)
+      return ep.moe_layer(*args, **options), {}
     options = {} if row.ids is None else {row.ids: ids}
     state = ep.moe.State(BIAS) if row.has_state else None
     if row.is_placed:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # Configures a Debian Bazel: writes its registry, its rc file and its wrapper.
-# The script is the last step of debian_bazel.sh, in a separate file for a test.
+# The script is the last step of debian_bazel.sh.
 #
 #   tools/debian_bazel_rc.sh STAGE PREFIX
 #

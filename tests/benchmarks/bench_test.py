@@ -21,27 +21,21 @@ import programs
 SHAPE = workload_lib.Shape(tokens=6, hidden=5, top_k=2, num_experts=8)
 
 
-@pytest.mark.parametrize(
-  "world, bound", [("1x4", "1e9"), ("2x2", "1e-9")]
-)  # "4x1" would start twice as many processes.
-def test_both_layouts_print_tables_and_a_verdict(
-  monkeypatch, capfd, world, bound
-):
+def test_a_benchmark_prints_tables_and_a_verdict(monkeypatch, capfd):
+  """No time is below the bound; CI runs the gate with a bound that holds."""
   flags = [
     f"--shapes={SHAPE}",
     "--ops=prepare,round_trip",
     f"--contenders=host,nccl,{contenders.HAND_WRITTEN}",
     "--rounds=3",
-    f"--worlds={world}",
-    f"--gate={bound}",  # CI runs the gate with a bound that holds
+    "--worlds=1x4",
+    "--gate=1e9",
   ]
   code, output = programs.run_here(ep_bench.main, flags, monkeypatch, capfd)
-  is_low = float(bound) < 1
-  assert bool(code) != is_low, output
-  verdict = "OK" if is_low else "FAILED"
+  assert code, output
   for op in ("prepare", "round_trip"):
-    assert f"{op}  {SHAPE}  float32  processes {world}" in output, output
-    assert f"{verdict}: {world} {SHAPE} float32 {op}: host is" in output
+    assert f"{op}  {SHAPE}  float32  processes 1x4" in output, output
+    assert f"FAILED: 1x4 {SHAPE} float32 {op}: host is" in output
 
 
 def test_grouped_matmuls_are_measured(capfd):
@@ -91,66 +85,43 @@ def _measure(mesh, workload, names, ops):
   return measure.measure(mesh, workload, names=names, ops=ops, rounds=1)
 
 
-@pytest.mark.parametrize(
-  "dtype, roomy, ops",
-  [
-    ("float32", True, ["prepare", "dispatch", "combine", "combine_bwd"]),
-    ("bfloat16", False, ["dispatch_bwd", "round_trip"]),
-  ],
-)
-def test_every_contender_is_right(mesh, dtype, roomy, ops):
-  workload = _workload(
-    mesh,
-    "with_unused_choices",
-    dtype=dtype,
-    capacity_factor=None if roomy else 1.5,
-    zero_tail=roomy,
-  )
+def test_every_contender_is_right(mesh):
+  workload = _workload(mesh, "with_unused_choices", dtype="bfloat16")
   names = ["host", *contenders.PURE_XLA]
-  results = _measure(mesh, workload, names, ops)
+  results = _measure(mesh, workload, names, [*contenders.EXCHANGES])
   assert {op: [*of_op] for op, of_op in results.items()} == dict.fromkeys(
-    ops, names
+    contenders.EXCHANGES, names
   )
 
 
-@pytest.mark.parametrize("op, leaf", [("dispatch", 0), ("dispatch_bwd", 1)])
-def test_one_wrong_number_is_an_error(mesh, monkeypatch, op, leaf):
-  right = contenders.OPS[op]
+def test_one_wrong_number_is_an_error(mesh, monkeypatch):
+  right = contenders.OPS["dispatch"]
 
   def spoil(*args):
     leaves, tree = jax.tree.flatten(right.run(*args))
     if isinstance(args[0], Gathered):
-      x = leaves[leaf]
       # Unless the rank is full, the last row is unused: it belongs to the tail.
-      leaves[leaf] = x.at[(-1,) * x.ndim].add(lax.axis_index("ep") == 0)
+      is_first = lax.axis_index("ep") == 0
+      leaves[0] = leaves[0].at[-1, -1].add(is_first)
     return tree.unflatten(leaves)
 
-  monkeypatch.setitem(contenders.OPS, op, right._replace(run=spoil))
+  monkeypatch.setitem(contenders.OPS, "dispatch", right._replace(run=spoil))
   with pytest.raises(
-    AssertionError, match=rf"gathered: {op} on rank 0\s+Mismatched elements: 1 "
+    AssertionError,
+    match=r"gathered: dispatch on rank 0\s+Mismatched elements: 1 ",
   ):
-    _measure(mesh, _workload(mesh), ["gathered"], [op])
+    _measure(mesh, _workload(mesh), ["gathered"], ["dispatch"])
 
 
-# --- Layers ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-  "dtype, op", [("float32", "moe_grad"), ("bfloat16", "moe")]
-)
-def test_every_layer_is_right(mesh, dtype, op):
+def test_every_layer_is_right(mesh):
   """Contenders that do not implement the op are left out."""
-  workload = _workload(
-    mesh,
-    "with_unused_choices",
-    shape=dataclasses.replace(SHAPE, inner=3),
-    dtype=dtype,
-    zero_tail=False,
-  )
+  shape = dataclasses.replace(SHAPE, inner=3)
+  workload = _workload(mesh, "with_unused_choices", shape=shape)
   names = ["host", *contenders.LAYERS, *contenders.USERS]
-  results = _measure(mesh, workload, ["gathered", *names], [op])
-  assert [*results[op]] == names
-  assert all(result.planned_bytes > 0 for result in results[op].values())
+  results = _measure(mesh, workload, ["gathered", *names], ["moe_grad"])
+  assert [*results["moe_grad"]] == names
+  of_op = results["moe_grad"].values()
+  assert all(result.planned_bytes > 0 for result in of_op)
 
 
 # --- Reports and flags --------------------------------------------------------
@@ -191,13 +162,8 @@ def test_ratios_are_of_rounds_and_of_the_best_contender(capsys):
   "flags, message",
   [
     (["--shapes=1x2x3"], "'1x2x3' is no shape; choose among goals"),
-    (["--shapes=8x8x2x6"], "E must be a multiple of the 4 ranks"),
     (["--worlds=0x4"], "'0x4' is no process layout; write 4x1"),
-    (["--shapes=8x8x2x8", "--capacity_factor=0.5"], "raise --capacity_factor"),
-    (["--ops=sort"], "choose among prepare"),
     (["--contenders=me"], "choose among host"),
-    (["--ops=moe", "--shapes=8x8x2x8"], "need F, the inner size"),
-    (["stray"], "unexpected arguments"),
   ],
 )
 def test_bad_flags_are_explained_once(monkeypatch, capfd, flags, message):

@@ -60,35 +60,14 @@ def _table(output):
   return rows
 
 
-@pytest.mark.parametrize(
-  "flags, message",
-  [
-    (["--num_experts=15"], "multiple of ep"),
-    (["--text=/does/not/exist"], "ep_moe: /does/not/exist has 0 bytes"),
-  ],
-)
-def test_bad_flags_are_explained_once(monkeypatch, capfd, flags, message):
-  output = programs.refusal(ep_moe.main, flags, monkeypatch, capfd)
-  assert output.count(message) == 1, output
-
-
 def test_the_check_detects_a_wrong_value(capsys):
-  rng = np.random.default_rng(0)
-  expected = {"a": rng.normal(size=(4, 5)), "b": np.float32(2.0)}
-  right = {"a": expected["a"] * (1 + 1e-7), "b": np.float32(2.0)}
-  deviations = ep_moe.relative_deviations(right, expected)
-  assert ep_moe.verdict(deviations, 1e-6) == 0
+  expected = {"a": np.random.default_rng(0).normal(size=(4, 5))}
   for wrong_value in (1e-3, np.nan, np.inf):
-    wrong = {"a": right["a"].copy(), "b": right["b"]}
+    wrong = {"a": expected["a"].copy()}
     wrong["a"][2, 3] += wrong_value
     deviations = ep_moe.relative_deviations(wrong, expected)
     assert ep_moe.verdict(deviations, 1e-6) == 1
     assert "FAILED: a: " in capsys.readouterr().out
-  # A gradient so small that it is only rounding error does not count.
-  deviations = ep_moe.relative_deviations(
-    {"grad": np.zeros(3)}, {"grad": np.full(3, 1e-18)}
-  )
-  assert ep_moe.verdict(deviations, 1e-6) == 0
 
 
 def test_the_notebook(monkeypatch):

@@ -99,37 +99,6 @@ def test_the_tail_is_what_was_asked_for(tail):
     np.testing.assert_array_equal(out[USED:], np.full((C - USED, F), value))
 
 
-def test_vmap():
-  args = inputs(lead=(2,))
-  counts = jnp.int32([[USED], [USED]])
-  got = jit_quickly(jax.vmap(lambda n, *args: map_used_rows(act, n, *args)[0]))(
-    counts, *args
-  )
-  expected = jax.vmap(lambda *args: act(*args)[0])(*args)
-  close(got, expected)
-
-
-def test_eager_calls_compile_once():
-  events = []
-  jax.monitoring.register_event_duration_secs_listener(
-    lambda event, *_, **__: events.append(event)
-  )
-
-  def count():
-    jax.tree.leaves(jax.vjp(mapped, *inputs())[1](mapped(*inputs())))
-    return sum("backend_compile" in e for e in events)
-
-  assert 0 < count() == count()
-
-
-def test_any_number_of_rows():
-  x = jnp.ones((C, F))
-  program = jit_quickly(lambda n: map_used_rows(jnp.sqrt, n, x, tail="zero"))
-  for count in 0, 1, 128, C:
-    expected = (np.arange(C)[:, None] < count) * x
-    np.testing.assert_array_equal(program(jnp.int32([count])), expected)
-
-
 def test_nothing_touches_whole_arrays():
   """XLA:CPU neither converts nor copies whole bfloat16 arrays.
 
@@ -174,12 +143,3 @@ def test_work_follows_the_used_rows():
     jax.block_until_ready(call(jnp.int32(count), jnp.ones((2048, 1))))
   jax.effects_barrier()
   assert len(starts) == 2
-
-
-def test_rows_are_weighted_in_float32_and_rounded_once():
-  rng = np.random.default_rng(0)
-  rows = rng.normal(size=(40, 8)).astype(jnp.bfloat16)
-  weights = rng.normal(size=40).astype(np.float32)
-  expected = weights[:, None] * rows.astype(np.float32)
-  actual = jax.jit(row_map.weighted)(rows, weights)
-  np.testing.assert_array_equal(actual, expected.astype(jnp.bfloat16))

@@ -5,8 +5,6 @@ The row "experts" of layer_test.py has LoRA experts that also call a kernel of
 JAX with `segments.group_sizes`.
 """
 
-import functools
-
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -15,10 +13,9 @@ import numpy as np
 import pytest
 
 from cases import Case
-from conftest import to_global
 import ep
 from ep.testing import _dense
-from groups import E, H, K, layer, of_one_process, spec
+from groups import E, H, layer, of_one_process, spec
 from layer_steps import (
   assert_close,
   assert_same_bits,
@@ -205,47 +202,6 @@ def test_no_operation_of_jax_computes_all_rows():
   }
   assert {"ep_map_used_rows", "ep_grouped_matmul"} <= names
   assert not {n for n in names if not n.startswith("ep_")}
-
-
-def any_batch(n):
-  rng = np.random.default_rng(0)
-  idx = rng.permuted(np.tile(np.arange(E), (n, 1)), axis=-1)[..., :K]
-  tokens = rng.normal(size=(n, H)).astype(np.float32)
-  weights = rng.uniform(size=(n, K)).astype(np.float32)
-  return idx.astype(np.int32), tokens, weights, draw()
-
-
-def moe(config, **options):
-  def call(topk_idx, tokens, weights, matrices):
-    args = config, tokens, topk_idx, weights
-    return ep.moe_layer(*args, **matrices, **options)
-
-  return call
-
-
-def test_a_batch_of_fewer_tokens_than_ranks_is_padded_when_asked():
-  config = layer("dp2_ep2")
-  *tokens, matrices = arrays = any_batch(1)
-  mesh = config.group.mesh
-  experts = PartitionSpec(config.group.axis_name)
-  args = [to_global(x, mesh) for x in (*tokens, tokens[1])]
-  args.insert(3, {n: to_global(w, mesh, experts) for n, w in matrices.items()})
-
-  def step(topk_idx, *args):
-    *floats, ct = args
-    fn = functools.partial(moe(config, pad=True), topk_idx)
-    out, vjp = jax.vjp(fn, *floats)
-    return out, *vjp(ct)
-
-  got = whole(jax.jit(step)(*args))
-  assert_close(got, dense_step(swiglu, *arrays, tokens[1]), 1e-4, 1e-4)
-
-
-def test_pad_does_not_change_the_program_for_a_full_batch():
-  config = layer()
-  fns = moe(config, pad=True), moe(config)
-  programs = [jax.make_jaxpr(f)(*any_batch(12)) for f in fns]
-  assert str(programs[0]) == str(programs[1])
 
 
 def test_matrices_are_passed_by_name():

@@ -120,46 +120,6 @@ def test_one_choice_whose_weight_never_changes_gives_a_warning():
     ep.route_topk(jnp.zeros((3, 1)), 1)  # there is nothing to route
 
 
-def _choose_in_groups(order, groups, top_groups, best, k):
-  """Chooses one token's experts within the best groups, as published."""
-  size = len(order) // groups
-  members = [range(g * size, (g + 1) * size) for g in range(groups)]
-  value = [
-    sum(sorted((order[e] for e in m), reverse=True)[:best]) for m in members
-  ]
-  kept = sorted(range(groups), key=lambda g: (-value[g], g))[:top_groups]
-  allowed = [e for g in kept for e in members[g]]
-  return sorted(allowed, key=lambda e: (-order[e], e))[:k]
-
-
-@pytest.mark.parametrize(
-  "score, best, biased", [("sigmoid", 2, True), ("softmax", 1, False)]
-)
-def test_experts_come_from_the_best_groups(score, best, biased):
-  logits = logits_of(40)
-  bias = jnp.linspace(0.5, -0.5, E) if biased else None
-  idx, weights = _route(
-    logits,
-    K,
-    score=score,
-    selection_bias=bias,
-    num_groups=4,
-    top_groups=2,
-    group_best=best,
-  )
-  scores = _scores(logits, score)
-  order = scores + np.asarray(bias) if biased else scores
-  expected = np.array([_choose_in_groups(t, 4, 2, best, K) for t in order])
-  np.testing.assert_array_equal(idx, expected)
-  chosen = np.take_along_axis(scores, expected, -1)
-  chosen /= chosen.sum(-1, keepdims=True)
-  np.testing.assert_allclose(weights, chosen, rtol=1e-5)
-  free = np.argsort(-order, axis=-1, kind="stable")[..., :K]
-  assert (free != expected).any()  # top_groups must matter
-  other = [_choose_in_groups(t, 4, 2, 3 - best, K) for t in order]
-  assert (other != expected).any()  # group_best must matter
-
-
 def test_equal_groups_are_ordered_by_id():
   """A token prefers experts with -inf in its groups to any in other groups."""
   low = -jnp.inf

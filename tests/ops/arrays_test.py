@@ -13,11 +13,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, expected, global_view
+from cases import Case, global_view
 from conftest import make_mesh, refused, to_global
 import ep
 from groups import bootstrap, E, group, H, K, layer, T
-import op_functions
 from op_functions import round_trip
 
 N = 4 * T  # Tokens of all ranks.
@@ -241,21 +240,6 @@ def test_a_second_call_compiles_nothing(of):
   with compilations() as found:
     fn(*inputs)
   assert not found
-
-
-def test_calls_that_differ_do_not_share_a_program():
-  for lead, options in [
-    ((5,), {}),
-    ((2, 2), {}),
-    ((5,), dict(top_k=2)),
-    ((5,), dict(alignment=4)),
-  ]:
-    case = Case(layer(**options), "uniform", lead=lead, whole=True)
-    inputs = case.tokens(), case.weights()
-    got = global_view(case.layer, op_functions.dispatch)(
-      *map(case.put, (case.topk_idx, *inputs))
-    )
-    assert_same(got, expected(case, op_functions.dispatch, *inputs))
 
 
 def test_the_layer_depends_on_its_activation():

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, expected, global_view
+from cases import assert_same, Case, expected
 from conftest import make_mesh, TIMEOUT_S
 import ep
 from ep._src.base import contexts
@@ -280,23 +280,6 @@ def test_jit_traces_again_when_the_mode_changes():
   with ep.checked(False):
     case.check(combine, infinite)
   case.check_error(["is not finite"], combine, infinite)
-
-
-def exchanges_and_back(ops, tokens, weights, rows):
-  recv = ops.dispatch(tokens, weights)
-  g = ops.dispatch_bwd((tokens, weights), recv)
-  return recv, g, ops.combine_bwd((rows,), tokens)
-
-
-@CHECKED
-@of_one_process
-def test_the_tail_is_zero_under_jax_debug_nans():
-  case = Case(layer(tail="unspecified", alignment=2), "one_token")
-  inputs = case.tokens(), case.weights(), case.rows()
-  call = jax.jit(global_view(case.layer, exchanges_and_back))
-  with jax.debug_nans(True):
-    actual = call(*map(case.put, (case.topk_idx, *inputs)))
-    assert_same(actual, exchanges_and_back(case.oracle, *inputs))
 
 
 @of_one_process

@@ -15,28 +15,10 @@ from cases import assert_same, Case, global_view, local_view, lower
 import ep
 from ep._src.ops import reference
 from ep.testing._routings import ROUTINGS
-from groups import BACKEND, E, group, K, layer, of_one_process, ranks
-from op_functions import Moved, Ops, round_trip, sizes
+from groups import BACKEND, E, group, K, of_one_process, ranks
+from op_functions import Moved, Ops, sizes
 
 T = 12
-
-
-def full_layer(overflow, capacity, **options):
-  return layer(overflow=overflow, recv_capacity_per_rank=capacity, **options)
-
-
-def needed_rows(case):
-  """Returns the maximum over ranks of the rows that a rank would receive."""
-  return int(case.oracle.sizes().total_recv_tokens.max())
-
-
-def test_an_error_on_every_rank_after_which_the_group_works():
-  """If only one rank overflows, all ranks report needed and given rows."""
-  case = Case(full_layer("error", 8, name="narrow"), "to_one_expert")
-  assert needed_rows(case) == 20
-  words = ["ep_prepare", '"narrow"', "20", "8", "drop"]
-  case.check_error(words, round_trip, case.tokens(), case.weights())
-  Case(case.layer, np.full_like(case.topk_idx, -1)).check_round_trip()
 
 
 def narrow_layer(mesh, rows_per_rank, backend=BACKEND, **options):

@@ -33,15 +33,6 @@ def inputs(case):
   return case.tokens(), np.ceil(4 * case.weights())
 
 
-def in_view(view, config, fn, specs=None):
-  """Returns `fn` itself, or a `shard_map` of it for the local view."""
-  if view == "global":
-    return fn
-  specs = specs or spec(config)
-  mesh = config.group.mesh
-  return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=specs)
-
-
 def prepared(config, topk_idx):
   return Ops(ep.ep_prepare(config, topk_idx))
 
@@ -76,21 +67,6 @@ def routings(case, count):
   return [Case(case.layer, np.asarray(x, np.int32)) for x in ids]
 
 
-def check_layers(case, network, view):
-  """Checks `network(config)` and its gradients; returns the program."""
-  network = in_view(view, case.layer, network(case.layer))
-
-  def program(topk_idx, g, *primals):
-    return with_grads(lambda *x: network(topk_idx, *x), primals, g)
-
-  arrays = case.tokens(), *inputs(case)
-  args = [case.put(x) for x in (case.topk_idx, *arrays)]
-  compiled = jax.jit(program).lower(*args).compile()
-  oracles = [c.oracle for c in routings(case, len(SCALES))]
-  assert_same(compiled(*args), oracle_of_layers(oracles, *arrays))
-  return compiled
-
-
 def stacked_handles(config):
   """Returns a network that prepares all handles in one scan."""
 
@@ -108,42 +84,20 @@ def stacked_handles(config):
   return network
 
 
-def checkpointed_layers(config):
-  """Returns a network of checkpointed layers that prepare their handles."""
-
-  @jax.checkpoint
-  def layer(x, topk_idx, weights, scale):
-    return residual_block(prepared(config, topk_idx), x, weights, scale)
-
-  def network(topk_idx, tokens, weights):
-    def body(x, step_and_scale):
-      step, scale = step_and_scale
-      return layer(x, shifted(topk_idx, step), weights, scale), None
-
-    return lax.scan(body, tokens, (jnp.arange(len(SCALES)), SCALES))[0]
-
-  return network
-
-
-def case_on(axis_type):
-  config = layer("dp2_ep2", axis_type, top_k=2)
-  return Case(config, "idle_rank", whole=True)
-
-
 def test_scan_over_layers_with_stacked_handles():
-  case = case_on(AxisType.Explicit)
-  program = check_layers(case, stacked_handles, "global")
-  assert exchanges(program).count("ep_prepare") == 1
+  config = layer("dp2_ep2", AxisType.Explicit, top_k=2)
+  case = Case(config, "idle_rank", whole=True)
+  network = stacked_handles(config)
 
+  def program(topk_idx, g, *primals):
+    return with_grads(lambda *x: network(topk_idx, *x), primals, g)
 
-@pytest.mark.parametrize(
-  "axis_type, view", [(AxisType.Explicit, "local"), (AxisType.Auto, "global")]
-)
-def test_checkpointed_layers(axis_type, view):
-  """The backward pass does not exchange the routing again."""
-  program = check_layers(case_on(axis_type), checkpointed_layers, view)
-  assert exchanges(program).count("ep_prepare") == 1
-  assert exchanges(program).count("ep_dispatch") == 2
+  arrays = case.tokens(), *inputs(case)
+  args = [case.put(x) for x in (case.topk_idx, *arrays)]
+  compiled = jax.jit(program).lower(*args).compile()
+  oracles = [c.oracle for c in routings(case, len(SCALES))]
+  assert_same(compiled(*args), oracle_of_layers(oracles, *arrays))
+  assert exchanges(compiled).count("ep_prepare") == 1
 
 
 def vmap_of_grad(f):
@@ -174,8 +128,11 @@ def test_each_example_has_its_gradients(case, transform, view):
   def example(topk_idx, tokens, weights):
     return block(prepared(config, topk_idx), tokens, weights)
 
-  program = in_view(view, config, transform(example), by_rank)
-  mesh = config.group.mesh
+  program, mesh = transform(example), config.group.mesh
+  if view == "local":
+    program = jax.shard_map(
+      program, mesh=mesh, in_specs=by_rank, out_specs=by_rank
+    )
   arrays = [np.stack(x) for x in zip(*batch, strict=True)]
   actual = jax.jit(program)(*(to_global(x, mesh, by_rank) for x in arrays))
   examples = [
@@ -218,14 +175,6 @@ def check_call(case, fn):
   tokens, weights = inputs(case)
   args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
   assert_same(fn(*args), expected(case, round_trip, tokens, weights))
-
-
-@not_with_xla("it has no custom calls")
-def test_export_needs_disabled_checks(case):
-  """JAX refuses to serialize a custom call that it does not know as stable."""
-  arrays = case.topk_idx, *inputs(case)
-  with pytest.raises(ValueError, match="(?s)compatibility.*@ep_prepare"):
-    export.export(program_of(case.layer))(*avals(case, *arrays))
 
 
 def test_exported():

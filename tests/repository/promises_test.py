@@ -73,9 +73,10 @@ PROMISES = {
     "Weights twice": "ops/rules: draw",
     "Coming from TransformerEngine": "group/bootstrap:"
     " an_alignment_of_zero_is_one",
-    "Rematerialisation": "ops/transformations: checkpointed_layers;"
+    "Rematerialisation": "ops/overflow:"
+    " the_routing_of_a_checkpointed_block_is_exchanged_once;"
     " moe/programs: experts_are_chosen_once",
-    "Export": "ops/transformations: exported, export_needs_disabled_checks",
+    "Export": "ops/transformations: exported",
     "`vmap`": "moe/layer: vmap_of_any_number_of_examples",
     "The same bits everywhere": "moe/bits:"
     " training_has_the_same_bits_on_meshes_and_in_views",

@@ -112,24 +112,6 @@ def test_layers_are_placed_in_one_call():
     np.testing.assert_array_equal(from_old, alone.experts)
 
 
-def test_the_busiest_ranks_of_steps_count_and_not_of_their_sum():
-  """All experts have the same total load, but not the same load per step."""
-  first = np.array([3.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 1.0])
-  loads = np.stack([first, 0 * first, 4 - first])  # a step without tokens
-  found = ep.place(loads, 4).experts
-  assert cost(found, loads, 4) == 1
-  assert cost(np.arange(8), loads, 4) == 1.5
-
-
-def test_nodes_are_balanced_where_ranks_cannot_be():
-  """The node of an expert above a rank's mean load gets the idle experts."""
-  loads = np.array([4.0, 1, 1, 1, 1, 0, 0, 0])
-  found = ep.place(loads, 4, nodes=2).experts
-  nodes = loads[found].reshape(2, 4).sum(1)
-  np.testing.assert_array_equal(nodes, [4, 4])
-  assert loads[found].reshape(4, 2).sum(1).max() == 4
-
-
 def test_a_rank_alone_has_all_experts():
   for nodes in 1, 3:  # with three nodes, a rank is a node
     found = ep.place(np.ones(6), nodes, nodes=nodes)
