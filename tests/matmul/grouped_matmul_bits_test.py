@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from ep._src.matmul import grouped_matmul as gm
-from ep._src.native import ffi
 from layer_steps import assert_same_bits
 
 E, F, G, S = 3, 72, 136, 4
@@ -71,14 +70,8 @@ def _layer(run, data, experts, segments, capacity, alignment=1):
   return by_segment, dict(zip(experts, dw, strict=True))
 
 
-@pytest.mark.parametrize(
-  "dtype, is_native",
-  [(jnp.float32, True), (jnp.bfloat16, True), (jnp.float32, False)],
-)
-def test_bits_do_not_depend_on_the_layout(dtype, is_native, monkeypatch):
-  """Tests the native library and the XLA implementation."""
-  if not is_native:
-    monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_bits_do_not_depend_on_the_layout(dtype):
   data = _data(dtype)
   layer = functools.partial(_layer, _program(), data)
   every = list(range(S))
@@ -90,8 +83,7 @@ def test_bits_do_not_depend_on_the_layout(dtype, is_native, monkeypatch):
     got, got_sums = layer(experts, every, capacity, alignment)
     assert_same_bits(got, {k: rows[k] for k in got})
     assert_same_bits(got_sums, {e: sums[e] for e in got_sums})
-  # Four domains with one segment each. The first domain has fewer rows than a
-  # tile. The last buffer below has one row.
+  # Four domains with one segment each. The last buffer below has one row.
   quarters, quarter_sums = zip(
     *(layer([0, 1, 2], [s], 260) for s in every), strict=True
   )
