@@ -28,11 +28,6 @@ def main(args: list[str]) -> int:
     metavar="SECONDS",
     help="time for ranks to end by themselves after a signal or a failure",
   )
-  add(
-    "--oversubscribe",
-    action="store_true",
-    help="start more processes than this machine has memory for",
-  )
   rest = argparse.REMAINDER
   add("-m", dest="module", nargs=rest, help="module args...")
   add("script", nargs=rest, help="script.py args...")

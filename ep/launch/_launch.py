@@ -19,7 +19,6 @@ import time
 
 from ep._src.base import arguments
 from ep._src.native import gpus
-from ep.launch import _limits as limits
 from ep.launch import _supervision as supervision
 from ep.launch._process import Process
 
@@ -45,7 +44,6 @@ def launch(
   timeout_s: float | None = None,
   grace_s: float = 10.0,
   env: Mapping[str, str] | None = None,
-  oversubscribe: bool = False,
 ) -> int:
   """Runs `python *argv` in `num_processes` processes, and waits for them.
 
@@ -91,8 +89,6 @@ def launch(
       no limit.
     grace_s: seconds that ranks have to end by themselves; see above.
     env: variables to add to this process's variables.
-    oversubscribe: whether to start more processes than this machine can hold,
-      by its memory and its processors.
 
   Returns:
     0 if every rank succeeded. Otherwise the exit code of the first failed rank,
@@ -101,7 +97,7 @@ def launch(
 
   Raises:
     ValueError: there are fewer GPUs than the ranks need, a number is out of
-      range or too large for this machine, or the logs cannot be written.
+      range, or the logs cannot be written.
     TypeError: an argument has a wrong type.
   """
   if isinstance(argv, str):
@@ -119,8 +115,6 @@ def launch(
     arguments.seconds("ep.launch", "timeout_s", timeout_s)
   if grace_s:
     arguments.seconds("ep.launch", "grace_s", grace_s)
-  if not arguments.flag("ep.launch", "oversubscribe", oversubscribe):
-    limits.check(num_processes, devices_per_process)
   outputs = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
   with contextlib.ExitStack() as stack:
     port = stack.enter_context(_reserved_port())

@@ -151,7 +151,6 @@ _TYPES: dict[str, tuple[Any, str]] = {
   "str": (str, "a string"),
   "str | None": (str, "a string or None"),
   "bool": (bool, "True or False"),
-  "float": (numbers.Real, "a number"),
   "Tolerance": (Tolerance, "an ep.testing.Tolerance"),
   "Callable": (Callable, "a function"),
   "Expert": (Callable, "a function"),
@@ -159,8 +158,24 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Declaration:
-  """The properties that everything under test can declare; see subclasses."""
+class Subject:
+  """The properties that everything under test can declare.
+
+  A rule for a property runs only if the property is declared.
+
+  Attributes:
+    name: the name in reports.
+    dtypes: dtypes of tokens.
+    alignments: alignments that `build` supports. Padding is zero.
+    tolerance: the tolerance of sums. Rows always have the bits of their tokens.
+    supports: returns whether `build` supports a `Setting`; None means that it
+      supports all. The kit draws sizes until it finds supported ones.
+    repeatable: whether equal inputs give equal bits of tokens and gradients in
+      each run. With `order="any"`, the order of rows may differ.
+    gradients: whether reverse mode works.
+    second_order: whether reverse mode of the gradients works.
+    jvp: whether forward mode works.
+  """
 
   name: str
   dtypes: tuple[str, ...] = ("float32",)
@@ -204,47 +219,6 @@ class Declaration:
           f"dtypes={self.dtypes!r} of {self.name!r} has {dtype!r}, which is no"
           ' name of a floating-point dtype; write names such as "bfloat16".'
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject(Declaration):
-  """The properties that a transport and a layer under test can declare.
-
-  A rule for a property runs only if the property is declared.
-
-  Attributes:
-    name: the name in reports.
-    location: "package.module:name", from which ranks that the kit starts import
-      the object; None leaves out the rules that start ranks.
-    dtypes: dtypes of tokens.
-    alignments: alignments that `build` supports. Padding is zero.
-    tolerance: the tolerance of sums. Rows always have the bits of their tokens.
-    supports: returns whether `build` supports a `Setting`; None means that it
-      supports all. The kit draws sizes until it finds supported ones.
-    repeatable: whether equal inputs give equal bits of tokens and gradients in
-      each run. With `order="any"`, the order of rows may differ.
-    gradients: whether reverse mode works.
-    second_order: whether reverse mode of the gradients works.
-    jvp: whether forward mode works.
-    reports_death: whether an op fails after a process has died.
-    reports_disagreement: whether an op, or `build`, fails on every process if
-      one of them uses another hidden size.
-    limit_s: seconds within which such an error must be raised.
-  """
-
-  location: str | None = None
-  reports_death: bool = False
-  reports_disagreement: bool = False
-  limit_s: float = 30.0
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    module, _, name = (self.location or "module:name").partition(":")
-    if not module or not name:
-      raise ValueError(
-        f"location={self.location!r} of {self.name!r} does not name the subject"
-        ' in its module; write it as "package.module:name".'
-      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -313,7 +287,7 @@ class Layer(Subject):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedMatmul(Declaration):
+class GroupedMatmul(Subject):
   """A function such as `jax.lax.ragged_dot`, and its properties.
 
       check(GroupedMatmul(name="mine", matmul=mine, gradients=True))

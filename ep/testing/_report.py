@@ -8,9 +8,7 @@ import dataclasses
 import textwrap
 from typing import Any
 
-import jax
-
-from ep.testing._declarations import Declaration, GroupedMatmul, Subject
+from ep.testing._declarations import Subject
 from ep.testing._rules import Rule, RULES
 from ep.testing._variants import Bench, Variant
 
@@ -109,10 +107,10 @@ class Report:
 
 
 def _plan(
-  subject: Subject | GroupedMatmul, rules: Collection[str] | None, seed: int
+  subject: Subject, rules: Collection[str] | None, seed: int
 ) -> Iterator[tuple[Rule, list[Case], str]]:
   """Yields each rule with its cases, or with the reason why it has none."""
-  if not isinstance(subject, Declaration):
+  if not isinstance(subject, Subject):
     raise TypeError(
       f"ep.testing: subject={subject!r} has to be an ep.testing.Transport,"
       " ep.testing.Layer or ep.testing.GroupedMatmul."
@@ -134,11 +132,9 @@ def _plan(
   bench = Bench(subject)
   for rule in (RULES[name] for name in (RULES if rules is None else rules)):
     cases, why_not = [], rule.left_out(subject)
-    if not why_not and rule.starts_ranks and jax.process_count() > 1:
-      why_not = "not run: this process is one of several ranks"
     if not why_not:
       for variant in rule.variants(subject, seed):
-        id = rule.name if rule.starts_ranks else f"{rule.name}-{variant}"
+        id = f"{rule.name}-{variant}"
         cases.append(Case(id, rule, bench, variant))
       if not cases:
         why_not = "not run: it needs several devices in one process"
@@ -146,7 +142,7 @@ def _plan(
 
 
 def cases(
-  subject: Subject | GroupedMatmul,
+  subject: Subject,
   rules: Collection[str] | None = None,
   *,
   seed: int = 0,
@@ -194,7 +190,7 @@ def cases(
 
 
 def check(
-  subject: Subject | GroupedMatmul,
+  subject: Subject,
   rules: Collection[str] | None = None,
   *,
   seed: int = 0,
@@ -205,8 +201,7 @@ def check(
       print(report)
       assert report.passed
 
-  Collective over all processes of a job. Rules that start ranks run only in a
-  job of one process.
+  Collective over all processes of a job.
 
   Args:
     subject: the transport, layer or grouped matmul under test.

@@ -20,10 +20,8 @@ import jax
 import numpy as np
 
 from ep._src.ops.quantizers import ROW_DTYPES, SCALE_DTYPES
-from ep.testing import _ranks
 from ep.testing._compare import compare, Expected
 from ep.testing._declarations import (
-  Declaration,
   GroupedMatmul,
   Layer,
   Subject,
@@ -44,7 +42,6 @@ class Rule:
     sentence: the docstring of `check`.
     variants: returns the variants for a seed.
     left_out: returns why the rule does not apply, or "".
-    starts_ranks: whether the rule starts processes.
   """
 
   name: str
@@ -52,18 +49,17 @@ class Rule:
   check: Callable[[Bench[Any], Variant], float]
   variants: Callable[[Any, int], Iterable[Variant]]
   left_out: Callable[[Any], str]
-  starts_ranks: bool
 
 
 _Check = TypeVar("_Check", bound=Callable[[Any, Variant], float])
 RULES: dict[str, Rule] = {}
 
 
-def _everywhere(subject: Declaration, seed: int) -> list[Variant]:
+def _everywhere(subject: Subject, seed: int) -> list[Variant]:
   return Draw(subject, seed).every_kind()
 
 
-def _each_alignment(subject: Declaration, seed: int) -> list[Variant]:
+def _each_alignment(subject: Subject, seed: int) -> list[Variant]:
   """Returns for each alignment the variant with the smallest arrays."""
 
   def numbers(variant: Variant) -> int:
@@ -73,15 +69,14 @@ def _each_alignment(subject: Declaration, seed: int) -> list[Variant]:
   return [*{x.alignment: x for x in variants}.values()]
 
 
-def _once(subject: Declaration, seed: int) -> list[Variant]:
+def _once(subject: Subject, seed: int) -> list[Variant]:
   return _everywhere(subject, seed)[:1]
 
 
 def _rule(
   variants: Callable[[Any, int], Iterable[Variant]] = _everywhere,
   *,
-  of: Any = Declaration,
-  starts_ranks: bool = False,
+  of: Any = Subject,
   **declared: Any,
 ) -> Callable[[_Check], _Check]:
   """Returns a decorator that adds a rule for the classes `of`.
@@ -89,13 +84,13 @@ def _rule(
   The rule needs all values in `declared`; `...` is any value but the default.
   """
 
-  def is_declared(subject: Declaration, name: str, value: Any) -> bool:
+  def is_declared(subject: Subject, name: str, value: Any) -> bool:
     found = getattr(subject, name)
     if value is ...:
       return bool(found != subject.__dataclass_fields__[name].default)
     return bool(found == value)
 
-  def left_out(subject: Declaration) -> str:
+  def left_out(subject: Subject) -> str:
     if not isinstance(subject, of):
       return f"not for a {type(subject).__name__}"
     if all(is_declared(subject, *item) for item in declared.items()):
@@ -105,7 +100,7 @@ def _rule(
 
   def add(check: _Check) -> _Check:
     name, sentence = check.__name__, check.__doc__ or ""
-    RULES[name] = Rule(name, sentence, check, variants, left_out, starts_ranks)
+    RULES[name] = Rule(name, sentence, check, variants, left_out)
     return check
 
   return add
@@ -402,7 +397,9 @@ def overflow(bench: Bench[Transport], variant: Variant) -> float:
   full = _check_output(bench, trial, trial.oracle(filling), rng)
   inputs = oracle.inputs(rng, "normal")
   if bench.subject.overflow == "error":
-    if error_of(lambda: trial.forward(oracle, inputs)):
+    try:
+      trial.forward(oracle, inputs)
+    except Exception:
       return full
     raise AssertionError(
       f"overflow: no error came, though the routing {variant.routing!r} needs"
@@ -420,15 +417,6 @@ def overflow(bench: Bench[Transport], variant: Variant) -> float:
   if bench.subject.gradients:
     worst = max(worst, _check_pullback(bench, trial, oracle, rng))
   return worst
-
-
-def error_of(call: Callable[[], object]) -> str:
-  """Returns the error of a call, or "" if it succeeds."""
-  try:
-    call()
-  except Exception as error:
-    return f"{type(error).__name__}: {error}"
-  return ""
 
 
 def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
@@ -493,46 +481,3 @@ def soak(bench: Bench[Any], variant: Variant) -> float:
   if before:
     before.check_now(GROWTH)
   return worst
-
-
-def _all_fail(
-  bench: Bench[Any], variant: Variant, task: str, what_happened: str
-) -> float:
-  """Checks that each surviving process of a task of _rank.py gets an error."""
-  for process, note in _ranks.run(bench.subject, task, variant.seed).items():
-    if not note["error"]:
-      raise AssertionError(f"{task}: process {process} {what_happened}")
-  return 0.0
-
-
-@_rule(_once, of=Subject, starts_ranks=True, location=...)
-def processes(bench: Bench[Any], variant: Variant) -> float:
-  """Two processes with two devices each match one with four devices."""
-  notes = _ranks.run(bench.subject, "processes", variant.seed)
-  return max(float(note["worst"]) for note in notes.values())
-
-
-@_rule(
-  _once, of=Subject, starts_ranks=True, location=..., reports_disagreement=True
-)
-def disagreement(bench: Bench[Any], variant: Variant) -> float:
-  """If a process has another hidden size, every process gets an error."""
-  return _all_fail(
-    bench,
-    variant,
-    "disagreement",
-    f"got no error, though process {_ranks.PROCESSES - 1} has another hidden"
-    " size.",
-  )
-
-
-@_rule(_once, of=Subject, starts_ranks=True, location=..., reports_death=True)
-def killed_rank(bench: Bench[Any], variant: Variant) -> float:
-  """If a process is killed, an op of the others fails and does not hang."""
-  return _all_fail(
-    bench,
-    variant,
-    "killed_rank",
-    f"got a result, and no error, after process {_ranks.PROCESSES - 1} was"
-    " killed.",
-  )

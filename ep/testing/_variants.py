@@ -14,7 +14,6 @@ from jax.sharding import AxisType, Mesh
 import numpy as np
 
 from ep.testing._declarations import (
-  Declaration,
   GroupedMatmul,
   Layer,
   Setting,
@@ -27,7 +26,7 @@ from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
 from ep.testing._trial import Oracle, Trial
 
-_Subject = TypeVar("_Subject", bound=Declaration)
+_Subject = TypeVar("_Subject", bound=Subject)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Kind:
       transport is `uneven`.
     routing: a routing that the kind always has, or "".
     all_tokens: the smallest number of tokens of all ranks together.
-    of: the kind is only for this class.
+    of: the classes that the kind is for.
   """
 
   tokens: tuple[int, int]
@@ -102,7 +101,7 @@ class Kind:
   experts: tuple[int, int]
   routing: str = ""
   all_tokens: int = 0
-  of: type[Declaration] = Subject
+  of: Any = Transport | Layer
 
 
 # The routing of USUAL has unused choices, experts of any load, and tokens
@@ -141,7 +140,7 @@ _TRIES = 1000  # attempts to draw supported sizes
 class Draw:
   """Draws variants. Equal seeds give equal variants."""
 
-  def __init__(self, subject: Declaration, seed: int):
+  def __init__(self, subject: Subject, seed: int):
     self._subject, self._seed = subject, seed
     is_matmul = isinstance(subject, GroupedMatmul)
     self._kinds = _MATMUL_KINDS if is_matmul else _KINDS

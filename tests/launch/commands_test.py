@@ -22,7 +22,6 @@ from ep.__main__ import main
 from ep._src.native import gpus
 from ep.launch import _command as command
 from ep.launch import _launch
-from ep.launch import _limits as limits
 import jobs
 import programs
 
@@ -200,14 +199,6 @@ def test_output_that_the_terminal_cannot_encode(monkeypatch):
   monkeypatch.setattr(sys, "stdout", terminal)
   assert _launch_code(program, num_processes=1) == 0
   assert terminal.buffer.getvalue() == b"a caf\\xe9\nand more\n"
-
-
-def test_a_flag_starts_more_ranks_than_the_host_can_hold(monkeypatch):
-  monkeypatch.setattr(limits, "_RANKS_PER_PROCESSOR", 0)
-  with pytest.raises(ValueError, match="can hold 0 such processes"):
-    _launch_code("")
-  flags = ["--num_processes=1", "--oversubscribe", "-m", "this"]
-  assert command.main(flags) == 0
 
 
 def test_the_command_line_takes_a_script_or_a_module(

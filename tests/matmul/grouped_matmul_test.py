@@ -116,8 +116,7 @@ own.defvjp(lambda *args: (own(*args), args), _own_gradients)
       jvp=True,
       second_order=True,
     ),
-    *_cases("tiles_on_cpu", tiles.ON_CPU, "neighbours"),
-    *_cases("tiles_on_gpu", tiles.ON_GPU, "neighbours"),
+    *_cases("tiles", tiles, "neighbours"),
     # XLA:CPU multiplies the matrices of other groups by zeros.
     *_cases("ragged_dot", RAGGED_DOT),
   ],
@@ -176,19 +175,6 @@ def test_float32_gradients_of_matrices_beside_bfloat16_rows(
   assert g_matrices.dtype == jnp.float32
   sums = np.stack([rows[slab].T @ g[slab] for slab in SLABS])
   np.testing.assert_allclose(np.float64(g_matrices), sums, 1e-4, 1e-4)
-
-
-def test_work_is_linear_in_the_rows_used():
-  steps = []
-
-  def step(tile, out):
-    jax.debug.callback(lambda group: steps.append(int(group)), tile.group)
-    return out
-
-  for sizes in ([128, 0, 0, 1], [0, 0, 0, 0]):
-    tiles.ON_CPU._fold(step, 0, 0, jnp.int32(sizes), 1024)
-  jax.effects_barrier()
-  assert steps == [0, 0, 3]  # The expert segment of each tile.
 
 
 def test_a_function_gets_operands_of_one_dtype():

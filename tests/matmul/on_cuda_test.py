@@ -25,7 +25,7 @@ class Device(types.SimpleNamespace):
 
 HOPPER = Device(compute_capability="9.0", core_count=4)
 ADA = Device(compute_capability="8.9")
-BLACKWELL = Device(compute_capability="10.0", core_count=4)
+BLACKWELL = Device(compute_capability="10.0")
 
 
 def _array(*shape, dtype=jnp.bfloat16):
@@ -45,15 +45,15 @@ def _fresh_log(monkeypatch):
   [
     (None, ROWS, MATRICES, "exported"),
     (ADA, ROWS, MATRICES, "this one has 8.9"),
+    (BLACKWELL, ROWS, MATRICES, "this one has 10.0"),
     (HOPPER, _array(130, 128, dtype=jnp.float32), MATRICES, "not float32"),
     (HOPPER, ROWS, _array(8, 128, 72), "multiples of 64"),
-    (BLACKWELL, ROWS, _array(8, 64, 128), "multiples of 128"),
   ],
 )
 def test_without_kernels(device, rows, matrices, why, caplog):
   with caplog.at_level(logging.INFO, "ep"):
     chosen = on_cuda.choose(device, rows, matrices, False)
-  assert chosen is tiles.ON_GPU
+  assert chosen is tiles
   assert why in caplog.text
   with pytest.raises(ValueError, match=f'"mgpu" cannot run: .*{why}.*; pass'):
     on_cuda.choose(device, rows, matrices, False, named=True)
@@ -69,7 +69,7 @@ def test_a_jax_without_kernels(missing, cure, monkeypatch, caplog):
 
   monkeypatch.setattr(importlib, "import_module", fail)
   with caplog.at_level(logging.WARNING, "ep"):
-    assert on_cuda.choose(HOPPER, ROWS, MATRICES, False) is tiles.ON_GPU
+    assert on_cuda.choose(HOPPER, ROWS, MATRICES, False) is tiles
   words = "does not load the kernels: No module named"
   assert f"JAX {jax.__version__} {words} {missing}{cure}" in caplog.text
 
@@ -78,21 +78,10 @@ def test_gradients_of_matrices_are_not_rounded_twice(caplog):
   """The kernel rounds a gradient to the dtype of the rows."""
   wide = _array(8, 128, 128, dtype=jnp.float32)
   with caplog.at_level(logging.INFO, "ep"):
-    assert on_cuda.choose(HOPPER, ROWS, wide, True) is tiles.ON_GPU
+    assert on_cuda.choose(HOPPER, ROWS, wide, True) is tiles
   assert 'implementation="mgpu" accepts' in caplog.text
   for args in (MATRICES, True), (wide, True, True), (wide, False):
     assert isinstance(on_cuda.choose(HOPPER, ROWS, *args), ByFunction)
-
-
-def test_blackwell_warns_of_gradients_in_a_loop(caplog):
-  with caplog.at_level(logging.WARNING, "ep"):
-    chosen = on_cuda.choose(BLACKWELL, ROWS, MATRICES, False)
-    assert chosen is not tiles.ON_GPU
-    assert not caplog.records
-    for named in (False, True):
-      chosen = on_cuda.choose(BLACKWELL, ROWS, MATRICES, True, named)
-      assert chosen is tiles.ON_GPU
-  assert caplog.text.count("no kernel for it on Blackwell") == 2
 
 
 def _kernels():
@@ -152,7 +141,7 @@ def test_tokamax_computes_gradients_of_matrices_on_hopper_alone(
   for device in (HOPPER, BLACKWELL, ADA, None):
     assert isinstance(choose(device, ROWS, MATRICES, False), ByFunction)
     chosen = choose(device, ROWS, MATRICES, True)
-    assert (chosen is tiles.ON_GPU) == (device is not HOPPER)
+    assert (chosen is tiles) == (device is not HOPPER)
   assert caplog.text.count("tokamax multiplies all rows for each matrix") == 3
 
 

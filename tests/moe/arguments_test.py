@@ -4,7 +4,6 @@
 import copy
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +60,7 @@ def test_a_narrow_bias_is_refused():
 
 @pytest.mark.parametrize("entry", [np.nan, np.inf])
 def test_a_bias_that_every_token_would_choose_is_refused(entry):
-  """With known entries in each call, with traced entries in checked mode."""
+  """JAX arrays and NumPy arrays have known entries; traced arrays have not."""
   layer, params = ep.MoE(PLAIN, group("ep4")), draw_params(PLAIN, np.zeros)
   bias, x = np.zeros(E, np.float32), np.zeros((R, H), np.float32)
   bias[:2] = -np.inf, entry
@@ -69,17 +68,6 @@ def test_a_bias_that_every_token_would_choose_is_refused(entry):
   for kind in np.asarray, jnp.asarray:
     with pytest.raises(ValueError, match=words):
       layer(params, x, ep.moe.State(kind(bias)))
-
-  def run(bias):
-    return layer(params, x, ep.moe.State(bias))
-
-  jax.block_until_ready(jax.jit(run)(bias))
-  with ep.checked(), failing(layer.group) as error:
-    jax.block_until_ready(jax.jit(run)(bias))
-  assert re.search(words, str(error.value))
-  bias[1] = -1
-  with ep.checked():
-    jax.block_until_ready(jax.jit(run)(bias))
 
 
 @pytest.mark.parametrize(

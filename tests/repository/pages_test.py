@@ -96,10 +96,7 @@ block = lambda x: ep.moe_layer(layer, x, topk_idx, topk_weights, **matrices)
 step = jax.jit(lambda state, batch: state + block(batch))
 """
 # Pages with code that needs names from _GIVEN. Other pages are whole programs.
-_FRAGMENTS = {
-  f"docs/{page}.md"
-  for page in ("architecture", "sharp_bits")
-}
+_FRAGMENTS = {f"docs/{page}.md" for page in ("architecture", "sharp_bits")}
 _LAUNCHED = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 

@@ -5,12 +5,10 @@ A broken transport is a correct transport with one fault. Some faults are
 allowed if the transport declares weaker guarantees.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
 import re
-import time
 
 import jax
 from jax import lax
@@ -20,7 +18,7 @@ import pytest
 from testing_subjects import HOST, ONE_HOT
 
 import ep
-from ep.testing import _rank, GroupedMatmul, Received, Tolerance, Transport
+from ep.testing import GroupedMatmul, Received, Tolerance
 from ep.testing._rules import RULES
 
 SEED = 0
@@ -322,75 +320,6 @@ def leaves_a_tile_unwritten(rows, matrices, sizes):
   )
   in_tile = (jnp.arange(len(out)) < 64)[:, None]
   return jnp.where(in_tile & is_skipped, 7, out)
-
-
-# --- Faults of processes -----------------------------------------------------
-
-
-def _alone(at_step=lambda step: None):
-  """Builds a transport that exchanges no rows.
-
-  In each step, a rank calls `at_step` with the number of its steps.
-  """
-
-  def build(setting):
-    steps = collections.Counter()
-
-    def count(rank, topk_idx):
-      steps[int(rank)] += 1
-      at_step(steps[int(rank)])
-      return np.array(topk_idx)
-
-    def dispatch(tokens, topk_idx, topk_weights):
-      state = tokens + called_with(count, topk_idx).sum()
-      rows = jnp.zeros((setting.capacity, setting.hidden), tokens.dtype)
-      sizes = jnp.zeros(setting.num_local_experts, jnp.int32)
-      return Received(rows, rows[:, 0].astype(jnp.float32), sizes, state)
-
-    return dispatch, lambda rows, state: state
-
-  return build
-
-
-ALONE = Transport(
-  name="exchanges nothing",
-  location="broken_subjects_test:ALONE",
-  build=_alone(),
-  reports_disagreement=True,
-)
-WAITING = Transport(
-  name="waits without end",
-  location="broken_subjects_test:WAITING",
-  build=_alone(lambda step: time.sleep(600 * (step > 2))),
-  reports_death=True,
-  limit_s=1,
-)
-BROKEN += [
-  ("processes", ALONE, "group_sizes: rank 0, expert 0 is 0, but the oracle"),
-  ("disagreement", ALONE, "process 0 got no error, though process 1 has"),
-  ("killed_rank", WAITING, "process 0 neither finished nor failed within 1 s"),
-]
-
-
-@pytest.mark.parametrize(
-  "task, what", [(_rank.disagreement, "build"), (_rank.killed_rank, "step")]
-)
-def test_an_error_without_a_cause_is_no_report(task, what):
-  """A transport whose second call always fails does not detect a dead rank."""
-
-  def fail(number):
-    if number > 1:
-      raise RuntimeError(f"a second {what}")
-
-  builds = itertools.count(1)
-
-  def build(setting):
-    if what == "build":
-      fail(next(builds))
-    return _alone(fail)(setting)
-
-  with pytest.raises(Exception, match=f"a second {what}"):
-    task(dataclasses.replace(ALONE, build=build), 0)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from ep.testing import GroupedMatmul, Tolerance
 from ep.testing._routings import ROUTINGS
 from ep.testing._variants import Draw
 
-# Our ops, with two properties undeclared.
-PLAIN = dataclasses.replace(HOST, overflow=None, location=None)
+# Our ops, with a property undeclared.
+PLAIN = dataclasses.replace(HOST, overflow=None)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,6 @@ def test_cases_have_names_and_skipped_rules_have_reasons():
     if case.marks
   }
   assert reasons["overflow"] == "not declared: overflow="
-  assert reasons["killed_rank"].startswith("not declared: location=")
   of_layer = {case.id: case.marks for case in ep.testing.cases(ONE_HOT)}
   assert of_layer["rows"][0].kwargs["reason"] == "not for a Layer"
 
@@ -52,7 +51,6 @@ def test_cases_have_names_and_skipped_rules_have_reasons():
     (dict(dtypes="float32"), r"write dtypes=\('float32',\)"),
     (dict(dtypes=()), "dtypes=.* at least one element"),
     (dict(alignments=(0,)), "whole numbers from 1 on"),
-    (dict(location="testing_subjects"), '"package.module:name"'),
     (dict(dtypes=("int32",)), "'int32', which is no name of a floating-point"),
     (dict(tolerance=None), "tolerance=None .* an ep.testing.Tolerance"),
   ],

@@ -95,16 +95,9 @@ def _fits_nccl(setting):
   )
 
 
-# Two backends do not declare what "host" does. XLA's collectives guarantee no
-# error if a process dies or disagrees, and nccl reports an overflow and
-# disagreeing ranks in a later op.
-_DECLARED = {
-  "host": {},
-  "xla": {},
-  "nccl": dict(
-    supports=_fits_nccl, tolerance=Tolerance(1), special_values=False
-  ),
-}
+_OF_NCCL = dict(
+  supports=_fits_nccl, tolerance=Tolerance(1), special_values=False
+)
 
 
 def ours(backend, *, leading_dims=False, **declared):
@@ -120,7 +113,8 @@ def ours(backend, *, leading_dims=False, **declared):
     special_values=True,
     scales=True,
   )
-  properties |= _DECLARED[backend] | declared
+  properties |= _OF_NCCL if backend == "nccl" else {}
+  properties |= declared
   transport = Transport(
     build=lambda setting: _build(setting, transport, backend, leading_dims),
     **properties,
@@ -128,12 +122,7 @@ def ours(backend, *, leading_dims=False, **declared):
   return transport
 
 
-HOST = ours(
-  "host",
-  location="testing_subjects:HOST",
-  reports_death=True,
-  reports_disagreement=True,
-)
+HOST = ours("host")
 XLA = ours(
   "xla",
   dtypes=("float32", "bfloat16"),

@@ -38,7 +38,7 @@ import numpy as np
 
 from ep._src.base import arguments, arrays, compat, contexts, primitive
 from ep._src.base.compat import ad
-from ep._src.matmul import implementations, tiles
+from ep._src.matmul import implementations
 from ep._src.matmul.implementations import Implementation
 from ep._src.native import ffi
 
@@ -144,9 +144,9 @@ def grouped_matmuls(
   the rows, and gradients of matrices have the dtype of the matrices.
 
   With `segments`, int32 [L, S], slab j is S segments of `segments[j]` rows,
-  then rows of zeros. Then, on CPUs, the bits of a result row depend on that row
-  and its matrix alone. The gradient of a matrix is the sum of the segments'
-  gradients, added as a balanced binary tree, in order.
+  then rows of zeros. Then, in the native library, the bits of a result row
+  depend on that row and its matrix alone. The gradient of a matrix is the sum
+  of the segments' gradients, added as a balanced binary tree, in order.
   """
   if segments is None:
     segments = jnp.zeros((*group_sizes.shape, 0), jnp.int32)
@@ -279,13 +279,12 @@ def _lowering(chosen: Any) -> Callable[..., Any]:
     matrix_dtype: jnp.dtype,
     tail: str,
   ) -> Any:
+    del segments  # only the native library sums segment by segment
     rows, matrices, outs = _triple(operands, missing)
     if missing == _ROWS:
       return [chosen.contract(sizes, outs, matrices, tail)]
     if missing == _MATRICES:
-      # Only this loop sums segment by segment.
-      parts = [segments] if chosen is tiles.ON_CPU else []
-      return chosen.outer(sizes, *rows, outs, matrix_dtype, *parts)
+      return chosen.outer(sizes, *rows, outs, matrix_dtype)
     return chosen.expand(sizes, *rows, matrices, tail)
 
   return compat.lower_local(apply)

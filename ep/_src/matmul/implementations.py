@@ -75,9 +75,9 @@ def choose(
       return on_cuda.choose(device, rows, matrices, is_gradient)
     if platform == "tpu":
       return on_tpu if on_tpu.takes(rows, matrices.shape) else RAGGED_DOT
-    return _tiles(platform)
+    return tiles
   if implementation == "tiles":
-    return _tiles(platform)
+    return tiles
   if implementation == "ragged_dot":
     return RAGGED_DOT
   start = f'grouped_matmul: implementation = "{implementation}"'
@@ -108,7 +108,7 @@ def choose(
       f"{start}: gradients of matrices run a loop over tiles, because on GPUs"
       " other than Hopper tokamax multiplies all rows for each matrix",
     )
-    return tiles.ON_GPU
+    return tiles
   return ByFunction(_tokamax, gradient=_tokamax_gradient)
 
 
@@ -127,11 +127,7 @@ def default_of(device: Any) -> str:
     return "the loop over tiles, because there are no kernels for it"
   if reason := on_cuda.why_not(device):
     return f"the loop over tiles, because {reason}"
-  return on_cuda.KERNELS[device.compute_capability]
-
-
-def _tiles(platform: str) -> Any:
-  return tiles.ON_CPU if platform in ("cpu", "tpu") else tiles.ON_GPU
+  return on_cuda.KERNELS
 
 
 def _tokamax(rows: Array, matrices: Array, group_sizes: Array) -> Array:

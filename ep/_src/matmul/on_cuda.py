@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls on NVIDIA GPUs: the Pallas Mosaic GPU kernels of JAX.
 
-The kernels multiply bfloat16 and float16, and compute all C rows:
+The kernels are for Hopper. They multiply bfloat16 and float16, and compute all
+C rows: `ragged_dot_mgpu` computes products, and `transposed_ragged_dot_mgpu`
+the gradients of matrices.
 
-* on Hopper, `ragged_dot_mgpu` computes products, and
-`transposed_ragged_dot_mgpu` the gradients of matrices;
-* on Blackwell, `blackwell_ragged_dot_mgpu` computes products, and the loop of
-tiles.py the gradients of matrices.
-
-The loop computes what the kernels cannot, and what they would round more often
-than ep promises: gradients of float32 matrices with 16-bit rows.
+The loop of tiles.py computes what the kernels cannot, and what they would round
+more often than ep promises: gradients of float32 matrices with 16-bit rows.
 """
 
 from __future__ import annotations
@@ -32,21 +29,14 @@ _logger = logging.getLogger("ep")
 
 _SHORT = (jnp.bfloat16, jnp.float16)
 _HOPPER = "9.0"
-# GPUs of each compute capability run this by default.
-_ON_BLACKWELL = (
-  "blackwell_ragged_dot_mgpu of JAX; the loop over tiles for float32 rows, and"
-  " gradients of matrices"
+# What Hopper runs by default.
+KERNELS = (
+  "ragged_dot_mgpu of JAX; the loop over tiles for float32 rows, and gradients"
+  " of float32 matrices"
 )
-KERNELS = {
-  _HOPPER: "ragged_dot_mgpu of JAX; the loop over tiles for float32 rows, and"
-  " gradients of float32 matrices",
-  "10.0": _ON_BLACKWELL,
-  "10.3": _ON_BLACKWELL,
-}
 # The kernels sum over steps of as many rows or columns.
 _DEPTH = 64
-# The multiples of rows that the kernels take.
-_HOPPER_ROWS, _BLACKWELL_ROWS = 8, 256
+_ROWS = 8  # the kernel of products takes multiples of so many rows
 
 
 def choose(
@@ -70,24 +60,20 @@ def choose(
       f'grouped_matmul: implementation = "mgpu" cannot run: {obstacle}; pass'
       ' implementation=None or "tiles" to run a loop over tiles.'
     )
-  warn = False
-  if obstacle is None and is_gradient:
-    if not is_hopper(device):
-      obstacle, warn = "JAX has no kernel for it on Blackwell", True
-    elif matrices.dtype != rows.dtype and not named:
-      obstacle = (
-        f"the kernel would round it to {rows.dtype}, which"
-        ' implementation="mgpu" accepts'
-      )
+  would_round = is_gradient and matrices.dtype != rows.dtype
+  if obstacle is None and would_round and not named:
+    obstacle = (
+      f"the kernel would round it to {rows.dtype}, which"
+      ' implementation="mgpu" accepts'
+    )
   what = "the gradient of the matrices of " if is_gradient else ""
   shape = f"{rows.shape[0]} rows of {rows.dtype} and matrices {matrices.shape}"
   start = f"{what}grouped_matmul of {shape} runs"
   if obstacle is None:
     log(logging.INFO, f"{start} kernels of Pallas Mosaic GPU")
-    return _kernels(device)
-  level = logging.WARNING if warn else logging.INFO
-  log(level, f"{start} a loop over tiles, because {obstacle}")
-  return tiles.ON_GPU
+    return _kernels()
+  log(logging.INFO, f"{start} a loop over tiles, because {obstacle}")
+  return tiles
 
 
 def _obstacle(device: Any, rows: Any, shape: tuple[int, ...]) -> str | None:
@@ -98,9 +84,8 @@ def _obstacle(device: Any, rows: Any, shape: tuple[int, ...]) -> str | None:
     return reason
   if rows.dtype not in _SHORT:
     return f"the kernels take bfloat16 and float16, not {rows.dtype}"
-  multiple = _DEPTH if is_hopper(device) else 128
-  if any(width % multiple for width in shape[1:]):
-    return f"the kernels need widths that are multiples of {multiple}"
+  if any(width % _DEPTH for width in shape[1:]):
+    return f"the kernels need widths that are multiples of {_DEPTH}"
   return None
 
 
@@ -110,14 +95,13 @@ def is_hopper(device: Any) -> bool:
 
 def why_not(device: Any) -> str | None:
   """Returns why a device cannot run the kernels of this JAX, or None."""
-  capability = device.compute_capability
-  if capability not in KERNELS:
+  if not is_hopper(device):
     return (
-      "the kernels are for GPUs of compute capability"
-      f" {', '.join(KERNELS)}, and this one has {capability}"
+      f"the kernels are for GPUs of compute capability {_HOPPER}, and this one"
+      f" has {device.compute_capability}"
     )
   try:
-    _kernels(device)
+    _kernels()
   except ImportError as error:
     # The modules of the kernels import absl, on which JAX does not depend.
     cure = "; run: pip install absl-py" if error.name == "absl" else ""
@@ -127,23 +111,19 @@ def why_not(device: Any) -> str | None:
   return None
 
 
-def _kernels(device: Any) -> ByFunction:
-  """Returns the kernels for a device; on Blackwell, of products only."""
+def _kernels() -> ByFunction:
   folder = "jax.experimental.pallas.ops.gpu"
   load = functools.partial(importlib.import_module, package=folder)
-  if not is_hopper(device):
-    kernel = load(".blackwell_ragged_dot_mgpu")
-    return ByFunction(functools.partial(_blackwell_dot, kernel))
   dot = load(".ragged_dot_mgpu").ragged_dot
   transposed = load(".transposed_ragged_dot_mgpu").transposed_ragged_dot
   return ByFunction(
-    functools.partial(_hopper_dot, dot),
-    functools.partial(_hopper_dot, dot, transpose_rhs=True),
-    functools.partial(_hopper_gradient, transposed),
+    functools.partial(_dot, dot),
+    functools.partial(_dot, dot, transpose_rhs=True),
+    functools.partial(_gradient, transposed),
   )
 
 
-def _hopper_dot(
+def _dot(
   kernel: Callable[..., Array],
   rows: Array,
   matrices: Array,
@@ -155,7 +135,7 @@ def _hopper_dot(
   block_m, block_n = (128, 192) if len(sizes) <= 16 else (64, 128)
   with jax.enable_x64(False):
     out = kernel(
-      _padded(rows, _HOPPER_ROWS),
+      jnp.pad(rows, ((0, -rows.shape[0] % _ROWS), (0, 0))),
       matrices,
       group_sizes=sizes,
       block_m=block_m,
@@ -168,7 +148,7 @@ def _hopper_dot(
   return out[: rows.shape[0]]
 
 
-def _hopper_gradient(
+def _gradient(
   kernel: Callable[..., Array],
   rows: Array,
   outs: Array,
@@ -208,28 +188,6 @@ def _apart(sizes: Array, *arrays: Array) -> tuple[Array, ...]:
   return apart, *(
     jnp.where(inside, x.at[source].get(mode="clip"), 0) for x in arrays
   )
-
-
-def _blackwell_dot(
-  module: Any, rows: Array, matrices: Array, sizes: Array
-) -> Array:
-  config = module.TuningConfig(
-    tile_m=_BLACKWELL_ROWS // 2,  # of each of two multiprocessors
-    tile_n=128 if matrices.shape[2] % 256 == 0 else 64,
-    tile_k=_DEPTH,
-    max_concurrent_steps=4,
-    collective=True,
-    grid_tile_width=8,
-    grid_minor_dim=module.blackwell_matmul_mgpu.MatmulDimension.M,
-  )
-  with jax.enable_x64(False):
-    padded = _padded(rows, _BLACKWELL_ROWS)
-    out: Array = module.ragged_dot_kernel(padded, matrices, sizes, config)
-  return out[: rows.shape[0]]
-
-
-def _padded(rows: Array, multiple: int) -> Array:
-  return jnp.pad(rows, ((0, -rows.shape[0] % multiple), (0, 0)))
 
 
 log = functools.cache(_logger.log)  # logs each message once

@@ -24,13 +24,13 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arguments, compat, primitive
+from ep._src.base import arguments, compat
 from ep._src.base.group import Sizes
 from ep._src.moe.experts import Experts, round_trip, SharedExpert
 from ep._src.ops.handle import Routing
@@ -153,11 +153,6 @@ _ANY_ROUTING = (
   "a capacity for any routing (capacity_factor=None,"
   " recv_capacity_per_rank=None)"
 )
-_FORWARD = (
-  'overflow="chunk" (layer "{}"): the layer has reverse mode alone (jax.grad,'
-  " jax.vjp), because its backward pass computes each chunk again; for forward"
-  f" mode (jax.jvp, jax.linearize) give it {_ANY_ROUTING}."
-)
 
 
 def _num_chunks(sizes: Sizes, experts: Experts) -> int:
@@ -229,7 +224,6 @@ def _one_exchange_or_chunks(
   floats, *others = compat.vary_together(
     (params, tokens, topk_weights), topk_idx, routing
   )
-  floats = _reverse_mode_only(_FORWARD.format(sizes.name), floats)
   return _either(sizes.C, whole, chunks)(floats, *others)
 
 
@@ -240,11 +234,11 @@ def _either(
 ) -> Callable[..., jax.Array]:
   """Returns a function that calls `whole` if all rows fit, and else `chunks`.
 
-  It is a `custom_vjp`. A branch of `lax.cond` returns all that the derivatives
-  of both branches save, and so copies the arguments among them, such as the
-  expert weights, also with `jax.checkpoint` around `chunks`: 63 MiB of
-  temporaries instead of 48, for 8 experts of 512 x 1792 on 4 CPU devices (JAX
-  0.10.2). Instead
+  It is a `custom_vjp`, so forward mode raises JAX's `TypeError`. A branch of
+  `lax.cond` returns all that the derivatives of both branches save, and so
+  copies the arguments among them, such as the expert weights, also with
+  `jax.checkpoint` around `chunks`: 63 MiB of temporaries instead of 48, for 8
+  experts of 512 x 1792 on 4 CPU devices (JAX 0.10.2). Instead
 
   * the arguments are saved once, outside of the branches;
   * a branch returns the other arrays that its derivative needs, and zeros in
@@ -315,34 +309,3 @@ class _Derivative:
     leaves = [next(others) if i is None else given[i] for i in self._places]
     (grads,) = jax.tree.unflatten(self._tree, leaves)(ct)
     return grads
-
-
-def _reverse_mode_only(message: str, arrays: Any) -> Any:
-  """Returns the arrays; their forward-mode derivatives raise `TypeError`.
-
-  Reverse mode linearizes a function and then transposes the linear function. So
-  a linear op that can be transposed, but not run, fails only in forward mode.
-  """
-  return jax.tree.map(functools.partial(_same, message), arrays)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _same(message: str, x: jax.Array) -> jax.Array:
-  del message
-  return x
-
-
-@_same.defjvp
-def _same_jvp(message: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
-  (tangent,) = _tangent_p.bind(*tangents, message=message)
-  return *primals, tangent
-
-
-def _refuse(*_: Any, message: str) -> NoReturn:
-  raise TypeError(message)
-
-
-_tangent_p = primitive.new("ep_tangent", lambda x, message: [x], _refuse)
-_tangent_p.def_impl(_refuse)
-compat.ad.deflinear2(_tangent_p, lambda cts, *_, message: cts)
-primitive.batch_elementwise(_tangent_p)

@@ -118,9 +118,6 @@ def _route(
     logits += jnp.broadcast_to(router_bias, logits.shape)
   if key is not None:
     key = jax.random.fold_in(key, lax.axis_index(sizes.group.token_axes))
-  if bias is not None and sizes.checked:
-    what = f'MoE(layer "{sizes.name}")'
-    bias = router.checked_bias(what, "state.bias", bias)
   forced_idx, captured_idx = jax.tree.map(
     arrays.int32, (forced_idx, captured_idx)
   )

@@ -16,8 +16,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, arrays, compat, primitive
-from ep._src.base.errors import fail_if
+from ep._src.base import arguments, arrays, compat
 from ep._src.ops.prepare import keep_routing
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -302,49 +301,15 @@ def check_bias(op: str, name: str, bias: jax.Array) -> None:
     if not bias.is_fully_replicated:
       return
     bias = bias.addressable_data(0)
-  _check_entries(op, name, np.asarray(bias))
-
-
-def checked_bias(op: str, name: str, bias: jax.Array) -> jax.Array:
-  """Returns a bias; the program raises on all ranks if `check_bias` would.
-
-  Local view. The bias must be equal on all ranks.
-  """
-  (bias,) = _bias_p.bind(lax.stop_gradient(bias), op=op, name=name)
-  return bias
-
-
-def _check_entries(op: str, name: str, bias: np.ndarray) -> None:
-  wrong = np.flatnonzero(_is_wrong(bias))
+  entries = np.asarray(bias)
+  wrong = np.flatnonzero(np.isnan(entries) | (entries == np.inf))
   if wrong.size:
     at = int(wrong[0])
     raise ValueError(
-      f"{op}: {name}[{at}] = {bias[at]}, so every token would choose expert"
+      f"{op}: {name}[{at}] = {entries[at]}, so every token would choose expert"
       f" {at}; pass finite numbers, or -inf for an expert that no token may"
       " choose."
     )
-
-
-def _is_wrong(bias: Any) -> Any:
-  return (bias != bias) | (bias == np.inf)
-
-
-def _check_bias(
-  bias: jax.Array, *, op: str, name: str, can_raise: bool
-) -> list[jax.Array]:
-  fail = functools.partial(_check_entries, op, name)
-  failed = fail_if(_is_wrong(bias).any(), fail, bias, can_raise=can_raise)
-  return [jnp.where(failed > 0, jnp.nan, bias)]
-
-
-def _lower_bias(ctx: Any, bias: Any, **params: Any) -> Any:
-  check = functools.partial(
-    _check_bias, can_raise=compat.can_call_python(ctx), **params
-  )
-  return compat.lower_local(check)(ctx, bias)
-
-
-_bias_p = primitive.new("ep_check_bias", lambda bias, **_: [bias], _lower_bias)
 
 
 def _ids(
