@@ -4,7 +4,9 @@
 import ast
 import pathlib
 import re
+import tomllib
 
+import pytest
 import yaml
 
 from docs.site import links
@@ -19,12 +21,45 @@ _VERSIONS = {
 }
 
 
+def _read(path: str) -> str:
+  return (_ROOT / path).read_text()
+
+
 def test_the_files_have_one_version():
   found = {
-    re.search(pattern, (_ROOT / file).read_text(), re.M)[1]
+    re.search(pattern, _read(file), re.M)[1]
     for file, pattern in _VERSIONS.items()
   }
   assert len(found) == 1
+
+
+def test_the_sources_compile_against_the_oldest_jax():
+  """pip.bzl uses the first JAX in the lock, which is the oldest."""
+  project = tomllib.loads(_read("pyproject.toml"))
+  _, jaxlib = project["build-system"]["requires"]
+  lock = _read("third_party/py/requirements_lock.txt").splitlines()
+  locked = next(line for line in lock if line.startswith("jaxlib=="))
+  assert locked.split(" ")[0] == jaxlib
+  jax, _ = project["project"]["dependencies"]
+  assert jax == jaxlib.replace("jaxlib==", "jax>=")
+
+
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_the_wheel_requires_the_libraries_it_was_built_with(cuda):
+  """NCCL may be newer than the headers with which NCCL EP was built."""
+  template = _read("release/cuda.toml").replace("@CUDA@", cuda)
+  built = _read(f"third_party/cuda/requirements_cuda{cuda}.in").splitlines()
+  required = tomllib.loads(template)["project"]["dependencies"]
+  assert "jax-ep==@VERSION@" in required
+  assert "nccl-extensions==0.1.0" in {*required} & {*built}
+  limits = _read("ep_ffi/backends/nccl/limits.h")
+  oldest, newest = (
+    f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+    for name in ("Oldest", "Newest")
+    for code in [int(re.search(rf"k{name}Nccl = (\d+);", limits)[1])]
+  )
+  assert f"nvidia-nccl-cu{cuda}>={oldest},<={newest}" in required
+  assert f"nvidia-nccl-cu{cuda}=={oldest}" in built
 
 
 def test_the_registry_tests_a_module_that_uses_this_one():
