@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs dispatch and combine on GPUs, and does what the first argument names.
 
-`ep.launch` starts the ranks. "steps" takes an option of XLA's compiler, as
-NAME=VALUE. "tests" runs without ranks, and prints the files with GPU tests.
+`ep.launch` starts the ranks. "tests" runs without ranks, and prints the files
+with GPU tests.
 """
 
 from __future__ import annotations
 
 import collections
-import json
 import os
 import pathlib
 import signal
@@ -28,7 +27,7 @@ _TIMEOUT_S = 20.0
 _FAULTS = {"one_dies": signal.SIGKILL, "one_stops": signal.SIGSTOP}
 
 
-def main(what: str, *options: str) -> None:
+def main(what: str) -> None:
   if what == "tests":
     print("\n".join(_gpu_tests()))
     return
@@ -50,11 +49,7 @@ def main(what: str, *options: str) -> None:
   )
   print("the backend is", group.backend)
   _round_trip(group, tokens)
-  if what == "steps":
-    values = (x.split("=") for x in options)
-    values = {name: json.loads(value) for name, value in values}
-    _round_trip(group, tokens, steps=1000, options=values)
-  elif what == "profile":
+  if what == "profile":
     with jax.profiler.trace(f"{os.environ['LOGS']}/profile"):
       _round_trip(group, tokens, steps=20)
   elif what == "resize":
@@ -65,14 +60,11 @@ def main(what: str, *options: str) -> None:
       _round_trip(group, tokens)
       if stats := jax.local_devices()[0].memory_stats():
         print("bytes in use:", stats["bytes_in_use"], stats["bytes_limit"])
-  elif what in _FAULTS:  # the other ranks must fail or terminate
+  else:  # the other ranks must fail or terminate
     if jax.process_index() == 1:
       os.kill(os.getpid(), _FAULTS[what])
     _round_trip(group, tokens)
     group.raise_failures()
-  else:
-    assert what == "finalized", what
-  ep.ep_finalize(group)
   ep.ep_finalize(group)
 
 
@@ -90,16 +82,10 @@ def _gpu_tests() -> list[str]:
   return files
 
 
-def _round_trip(
-  group: ep.EpGroup,
-  tokens: jax.Array,
-  steps: int = 1,
-  options: dict[str, bool | int] | None = None,
-) -> None:
+def _round_trip(group: ep.EpGroup, tokens: jax.Array, steps: int = 1) -> None:
   """Sends tokens to two experts and back; checks the result.
 
-  Several steps run a collective of XLA beside the exchanges. `options` are for
-  XLA's compiler.
+  Several steps run a collective of XLA beside the exchanges.
   """
   layer = ep.EpLayerConfig(group)
 
@@ -113,7 +99,7 @@ def _round_trip(
   program = jax.shard_map(
     rank, mesh=group.mesh, in_specs=P("ep"), out_specs=(P("ep"), P())
   )
-  program = jax.jit(program, compiler_options=options)
+  program = jax.jit(program)
   for _ in range(steps):
     out, _ = jax.block_until_ready(program(tokens))
   for got, sent in zip(
