@@ -339,6 +339,7 @@ TABLE = {
       (dict(captured_idx=ids(N)), V, r"captured_idx has shape \(20,\)"),
       (dict(config=dict(jitter=0.5)), V, r"pass key=jax.random.key\("),
       (dict(pad=1), F, "pad = 1 .*True or False"),
+      (dict(config=dict(num_experts=7)), V, "slots with ep.moe.with_slots"),
       (dict(placement=[1, 0]), F, "placement is a list, but an ep.Placement"),
       (
         dict(placement=ep.Placement(range(E + 1))),
@@ -367,6 +368,8 @@ TABLE = {
       (dict(group_sizes=ids(3)), V, r"\(3,\)"),
       (dict(group_sizes=zeros(2)), F, "group_sizes is float32"),
       (dict(implementation="fast"), V, "'fast'.*'ragged_dot'.*a function"),
+      (dict(implementation=lambda *_: 1), V, r"returned int.*array \[3, 7\]"),
+      (dict(implementation=lambda x, *_: x), V, r"returned \(3, 5\), but an"),
       (dict(implementation="megablox"), V, "is for a TPU.*is for cpu.*None"),
       (dict(implementation="mgpu"), V, "is for an NVIDIA GPU.*is for cpu"),
     ],

@@ -162,26 +162,6 @@ def test_the_order_of_compilers(machine, monkeypatch):
   assert installation.find_nvcc(13) == in_path
 
 
-def test_prepare_calls_the_compiler_as_nccl_ep_does(machine, monkeypatch):
-  wheels(machine, 'printf "%s\\n" "$@" >"$OUT"; /bin/cat probe.cu >>"$OUT"')
-  monkeypatch.setenv("OUT", str(machine / "arguments"))
-  monkeypatch.setenv("NVCC_EXTRA_FLAGS", "-ccbin 'g++ 12'")
-  prepare(compute_capability="10.3")
-  sources = machine / "nccl/ep/include/nccl_ep"
-  nccl = machine / "nvidia/nccl/include"
-  toolkit = machine / "nvidia/cu13/include"
-  assert (machine / "arguments").read_text().splitlines() == [
-    *("--cubin", "probe.cu", "-o", "probe.cubin"),
-    *("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr"),
-    "-arch=sm_103",
-    *(f"-I{sources.parent}", f"-I{sources}", f"-I{sources}/device"),
-    *(f"-I{nccl}", f"-I{nccl}/nccl_device"),
-    *(f"-I{toolkit}", f"-I{toolkit}/cccl"),
-    *("-ccbin", "g++ 12"),
-    '#include "device/ht_ep.cuh"',
-  ]
-
-
 @pytest.mark.parametrize(
   "missing, words",
   [

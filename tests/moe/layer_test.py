@@ -300,19 +300,6 @@ def test_strict_modes(row):
   assert {a.itemsize for a in metrics.values()} <= {4}
 
 
-@of_one_process
-@pytest.mark.parametrize("row", ["token_chunks", "chunk"])
-def test_no_tracer_leaks(row):
-  """JAX 0.10.2 itself leaks one in the gradient of a `shard_map` with a psum.
-
-  So the program is of one rank's arrays.
-  """
-  setup, data = Setup(row, "dp2_ep2"), data_of(row)
-  args = (*setup.put(data, None, None), None)
-  with jax.checking_leaks():
-    jax.eval_shape(program_of(setup, "local"), *args)
-
-
 @one_program
 @columns()
 def test_drops(row):
