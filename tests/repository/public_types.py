@@ -93,10 +93,11 @@ def layers(
   layer: ep.EpLayerConfig, x: jax.Array, topk: tuple[jax.Array, jax.Array]
 ) -> None:
   matrices = jnp.ones((4, 32, 32))
-  given = dict(w_up=matrices, w_down=matrices)
-  out = ep.moe_layer(layer, x, *topk, **given)
+  out = ep.moe_layer(layer, x, *topk, w_up=matrices, w_down=matrices)
   assert_type(out, jax.Array)
-  out, handle = ep.moe_layer(layer, x, *topk, **given, return_handle=True)
+  out, handle = ep.moe_layer(
+    layer, x, *topk, w_up=matrices, w_down=matrices, return_handle=True
+  )
   assert_type(handle, ep.EpHandle)
 
   def experts(
