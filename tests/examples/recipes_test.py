@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes for Flax and Equinox agree with `ep.MoE`.
-
-The recipe for MaxText changes the text of MaxText only where it may.
-"""
+"""The recipes for Flax and Equinox agree with `ep.MoE`."""
 
 import functools
 
@@ -17,7 +14,7 @@ import pytest
 
 from conftest import make_mesh, TIMEOUT_S, to_global
 import ep
-from recipes import equinox_moe, flax_moe, maxtext_moe
+from recipes import equinox_moe, flax_moe
 
 H, F, E, K = 8, 16, 8, 2
 _CONFIG = ep.MoEConfig(hidden=H, inner=F, num_experts=E, top_k=K)
@@ -155,79 +152,3 @@ def test_flax_variables_carry_their_shardings(moe):
     assert {n: v.get_value() for n, v in specs.items()} == moe.specs(lead)
   state = nnx.state((models, optimizers))
   jax.tree.map(check, state, nnx.get_named_sharding(state, mesh))
-
-
-# The names in MaxText that the recipe uses.
-_MOE = """
-class RouteMetadata:
-  shard: int
-
-class RoutedMoE:
-
-  @staticmethod
-  def get_ragged_buffer_size(
-      local_batch, ep_degree, global_experts, top_k, ragged_buffer_factor
-  ):
-    return 0
-
-  def sparse_matmul(self):
-    def jax_ragged_dot_gmm(
-        inputs, kernel, tiling, group_sizes, expert_assignments, padding_amount
-    ):
-      \"\"\"Multiplies.\"\"\"
-      return inputs
-
-    def ra2a_and_route(
-        x, logits, pre_bias_logits, num_ep, expert_shard_id, rngs,
-        input_ids=None,
-    ):
-      (
-          x, sorted_selected_experts, weights, group_sizes, selected_experts,
-          lb_loss, bias_updates, local_group_sizes,
-      ) = self.permute()
-      if num_ep > 1:
-        pass
-      return RouteMetadata(
-          shard=expert_shard_id,
-      )
-
-    def unsort_output_and_ra2a(
-        intermediate_output, routing, route_metadata, output_shape,
-        is_batch_sharded_by_expert,
-    ):
-      \"\"\"Sends rows back.\"\"\"
-      return intermediate_output
-"""
-_TYPES = """
-class MoEGeneral:
-  use_ring_of_experts: bool = False
-
-  def check(self):
-    if True:
-      self.validate_ragged_buffer_factor()
-"""
-
-
-def _checkout(folder):
-  for name, source in (("layers/moe", _MOE), ("configs/types", _TYPES)):
-    path = folder / f"src/maxtext/{name}.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(source)
-  return folder
-
-
-def test_maxtext_changes_only_exchange_and_matmul(tmp_path):
-  """maxtext_test runs the changed code in MaxText; CI only finds the places."""
-  lines = maxtext_moe.diff(_checkout(tmp_path)).splitlines()
-  removed = [x for x in lines if x.startswith("-") and not x.startswith("---")]
-  assert removed == ["-      if num_ep > 1:"]
-  added = "\n".join(x[1:] for x in lines if x.startswith("+"))
-  for text in (
-    ", cfg.ragged_buffer_factor",
-    "elif num_ep > 1:",
-    "ep_dispatch(",
-    "grouped_matmul(",
-    "ep_combine(",
-    "ep_handle=",
-  ):
-    assert added.count(text) == 1
