@@ -47,7 +47,6 @@ if "cuda" not in os.environ.get("JAX_PLATFORMS", "") and (
   )
 
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
@@ -119,14 +118,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.xmlpath = os.environ["XML_OUTPUT_FILE"]
   if "TEST_SHARD_STATUS_FILE" in os.environ:
     pathlib.Path(os.environ["TEST_SHARD_STATUS_FILE"]).touch()
-
-
-@pytest.fixture
-def folder(tmp_path: pathlib.Path) -> pathlib.Path:
-  """Returns an empty folder that all processes share."""
-  name = np.frombuffer(str(tmp_path).encode().ljust(512), np.uint8)
-  name = multihost_utils.broadcast_one_to_all(name)
-  return pathlib.Path(bytes(name).decode().rstrip())
 
 
 def make_mesh(

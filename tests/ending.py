@@ -242,25 +242,6 @@ def sleep_on_device(seconds):
   return last(first(x))
 
 
-def say_what_is_left():
-  """Bootstraps a group, and says at exit whether it is open.
-
-  Python runs the exit handlers of JAX, which imports register, after those of
-  ep. It runs the finalizers last, because the first one is older.
-  """
-  import atexit
-  import weakref
-
-  weakref.finalize(say, print, "finalizers")
-  import jax  # noqa: F401
-
-  atexit.register(lambda: print("group is open:", group.connection.is_open))
-  initialize()
-  import ep
-
-  group = ep.ep_bootstrap(mesh(), num_experts=RANKS)
-
-
 def psum(exit_after_s):
   """Makes ep_prepare fail in domain 0, while domain 1 waits in a psum."""
   import jax

@@ -75,10 +75,3 @@ def run_here(main, flags, monkeypatch, capfd):
   with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
     app.run(main)
   return end.value.code, "".join(capfd.readouterr())
-
-
-def refusal(main, flags, monkeypatch, capfd):
-  """Runs, in this process, a program that must fail; returns its output."""
-  code, output = run_here(main, flags, monkeypatch, capfd)
-  assert code != 0
-  return output + str(code)  # Python prints a string passed to sys.exit.

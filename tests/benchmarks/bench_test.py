@@ -156,16 +156,3 @@ def test_ratios_are_of_rounds_and_of_the_best_contender(capsys):
   assert "gathered" in table and table.endswith("  2.00\n")
   report.print_summary(_results(host=[1.0]))
   assert capsys.readouterr().out.endswith("nan\n")
-
-
-@pytest.mark.parametrize(
-  "flags, message",
-  [
-    (["--shapes=1x2x3"], "'1x2x3' is no shape; choose among goals"),
-    (["--worlds=0x4"], "'0x4' is no process layout; write 4x1"),
-    (["--contenders=me"], "choose among host"),
-  ],
-)
-def test_bad_flags_are_explained_once(monkeypatch, capfd, flags, message):
-  output = programs.refusal(ep_bench.main, flags, monkeypatch, capfd)
-  assert output.count(message) == 1, output

@@ -72,12 +72,6 @@ def test_a_killed_run_continues_on_other_ranks(
   np.testing.assert_array_equal(_curves(tmp_path), unbroken)
 
 
-def test_bad_flags_are_explained_once(monkeypatch, capfd):
-  given = *_FLAGS, "--shards=6"
-  output = programs.refusal(train_moe_lm.main, given, monkeypatch, capfd)
-  assert output.count("shards must be a power of two") == 1, output
-
-
 def test_a_folder_of_another_run_is_refused(tmp_path):
   with flagsaver.flagsaver(hidden=64):
     train_moe_lm.open_checkpoints(tmp_path).close()

@@ -14,7 +14,6 @@ import functools
 import threading
 
 import jax
-from jax import lax
 from jax.experimental import io_callback
 import jax.numpy as jnp
 import numpy as np
@@ -98,19 +97,6 @@ def test_one_inner_function_twice_in_one_program():
   want = [expected(*claim) for claim in claims]
   for _ in range(8):
     assert_same(run(*claims), want)
-
-
-def test_two_loops_in_parallel():
-  """Each op runs several times in a program; two loops overlap."""
-
-  def loop(ops, tokens, weights, _):
-    def step(_, tokens):
-      recv, _ = ops.dispatch(tokens, weights)
-      return ops.combine(recv)
-
-    return lax.fori_loop(0, 4, step, tokens)
-
-  check(claim("uniform", loop), claim("skewed", loop))
 
 
 # --- Threads ------------------------------------------------------------------

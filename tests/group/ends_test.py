@@ -139,12 +139,6 @@ EXITS = {
       1: "^(?!.*At exit).*no data",
     },
   ),
-  "with an open group": Job(
-    ["say_what_is_left()"],
-    codes=[0, 0],
-    code=0,
-    logs={0: "^group is open: False\nfinalizers\n$"},
-  ),
 }
 
 PSUMS = {

@@ -2,7 +2,6 @@
 """Grouped matmuls pass the rules of ep.testing and JAX's transformations."""
 
 import functools
-import importlib.util
 
 import jax
 from jax import lax
@@ -194,28 +193,6 @@ def test_a_function_gets_operands_of_one_dtype():
   (grad,) = vjp(g)
   assert out.dtype == jnp.bfloat16 and grad.dtype == jnp.float32
   assert set(dtypes) == {(rows.dtype, rows.dtype)}
-
-
-@pytest.mark.parametrize(
-  ("implementation", "words"),
-  [
-    (lambda *_: 1, r"returned int, but an array \[2, 3\] is expected"),
-    (lambda x, *_: x, r"returned \(2, 4\), but an array \[2, 3\]"),
-  ],
-)
-def test_a_function_that_returns_another_array(implementation, words):
-  args = jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.int32([2])
-  with pytest.raises(
-    ValueError, match=f"grouped_matmul: implementation {words}"
-  ):
-    gm.grouped_matmul(*args, implementation=implementation)
-
-
-def test_tokamax_that_is_not_installed(monkeypatch):
-  args = jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.int32([2])
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(ValueError, match="pip install tokamax; or pass implem"):
-    gm.grouped_matmul(*args, implementation="tokamax")
 
 
 # Transformations of JAX. The function multiplies shared rows, of which two are

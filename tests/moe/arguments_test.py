@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations, layers and their calls refuse bad arguments with a reason."""
 
-import copy
 import dataclasses
 import functools
 
@@ -79,18 +78,6 @@ def test_an_update_keeps_a_bias_finite(rate, entry):
   after = jax.jit(ep.moe.State.after)(ep.moe.State(before), load, rate).bias
   np.testing.assert_array_equal(np.isfinite(after), np.isfinite(before))
   assert after[3] == -np.inf
-
-
-def test_a_copy_of_a_config_is_the_config():
-  config = dataclasses.replace(PLAIN, up_activation=jnp.tanh, gated=True)
-  assert copy.deepcopy([config])[0] is config
-
-
-def test_parameters_without_empty_slots_need_with_slots():
-  config = dataclasses.replace(PLAIN, num_experts=7)
-  layer, params = ep.MoE(config, group("ep4")), draw_params(config, np.zeros)
-  with pytest.raises(ValueError, match="empty slots with ep.moe.with_slots"):
-    layer(params, np.zeros((R, H), np.float32))
 
 
 PLACED = ep.Placement(np.roll(np.arange(E), 3))

@@ -3,7 +3,7 @@
 
 A row of `ROWS` is a layer with some options. Each test is a column: a way to
 use the layer. All results equal a dense layer in float64. A new option
-joins a row, or is a new row. `REFUSED` has the pairs that a layer refuses.
+joins a row, or is a new row.
 """
 
 import contextlib
@@ -22,12 +22,11 @@ import pytest
 from cases import jit_quickly
 from conftest import to_global
 import ep
-from groups import BACKEND, GPU, not_with_xla, of_one_process, with_values
+from groups import BACKEND, GPU, not_with_xla, of_one_process
 from layer_steps import whole
 from layer_table import (
   data_of,
   expected,
-  HIDDEN,
   kept_choices,
   loss_of,
   LOSSES,
@@ -36,7 +35,7 @@ from layer_table import (
   Setup,
 )
 
-NARROW, WIDE = jnp.bfloat16, jnp.float32
+NARROW = jnp.bfloat16
 
 # test_jitter holds these options, whose results are random.
 WITHOUT_ROW = {"jitter", "key"}
@@ -300,19 +299,6 @@ def test_strict_modes(row):
   assert {a.itemsize for a in metrics.values()} <= {4}
 
 
-@of_one_process
-@pytest.mark.parametrize("row", ["token_chunks", "chunk"])
-def test_no_tracer_leaks(row):
-  """JAX 0.10.2 itself leaks one in the gradient of a `shard_map` with a psum.
-
-  So the program is of one rank's arrays.
-  """
-  setup, data = Setup(row, "dp2_ep2"), data_of(row)
-  args = (*setup.put(data, None, None), None)
-  with jax.checking_leaks():
-    jax.eval_shape(program_of(setup, "local"), *args)
-
-
 @one_program
 @columns()
 def test_drops(row):
@@ -382,11 +368,11 @@ def test_tangents(row):
   np.testing.assert_allclose(tangent, terms.sum(), 0, limit)
 
 
-# The refused pairs
+# The refused pairs. refusals_test.py has others.
 
 
-def linearized(row):
-  setup, data = Setup(row), data_of(row)
+def linearized():
+  setup, data = Setup("chunk"), data_of("chunk")
   params, x, _, mask, ids = setup.put(data, None, None)
 
   def fn(x):
@@ -395,26 +381,18 @@ def linearized(row):
   jax.jit(lambda x: jax.linearize(fn, x)[1](x))(x)
 
 
-def called(row, x_dtype=WIDE, dtype_of_params=WIDE, lead=None, **changes):
-  """Traces a call with tokens [*lead, H]."""
-  setup, data = Setup(row, **changes), data_of(row)
-  params = {
-    n: p if n == "router" else p.astype(dtype_of_params)
-    for n, p in data.params.items()
-  }
-  x = np.zeros((*(lead or data.x.shape[:-1]), HIDDEN), x_dtype)
-  jax.eval_shape(lambda *args: setup(*args, None, None, None), params, x)
+def with_learned_slope():
+  data = data_of("chunk")
 
-
-def with_learned_slope(row):
   def loss(slope):
-    called(row, activation=lambda x: slope * x)
+    setup = Setup("chunk", activation=lambda x: slope * x)
+    return setup(data.params, data.x, None, None, None)[0].sum()
 
   jax.grad(loss)(1.0)
 
 
-def without_vma(row):
-  setup, data = Setup(row), data_of(row)
+def without_vma():
+  setup, data = Setup("tp"), data_of("tp")
   tokens = P(setup.group.token_axes)
   call = jax.shard_map(
     lambda params, x: setup(params, x, None, None, None)[0],
@@ -426,44 +404,18 @@ def without_vma(row):
   jax.eval_shape(call, data.params, data.x)
 
 
-def on_nccl(row):
-  ep.MoE(ROWS[row].config, with_values(Setup(row).group, backend="nccl"))
-
-
-ALL_NARROW = dict(x_dtype=NARROW, dtype_of_params=NARROW)
-MANY = dict(deterministic=True, lead=(1600,))  # tokens, more than fit
-MIXED = r"params\['\w+'\] is {}, but x is {};.* MoEConfig\(dtype=jnp"
-MIXED = [MIXED.format(*x) for x in (("f.*", "bf.*"), ("bf.*", "f.*"))]
-REFUSED = [
-  ("chunk", linearized, {}, "can't apply forward-mode"),
-  ("chunk", called, dict(token_chunks=3), "token_chunks = 3 splits the tokens"),
-  ("chunk", called, MANY, '"moe".*deterministic = True'),
-  ("chunk", called, dict(capacity_factor=0.1), "may need.*; raise capacity_fa"),
-  ("chunk", with_learned_slope, {}, '"moe".*closes over values that are trac'),
-  ("deterministic", called, dict(token_chunks=2), "= 2, but deterministic"),
-  (
-    "deterministic",
-    called,
-    ALL_NARROW,
-    r"\['\w+'\] is bfl.*, but deterministi",
-  ),
-  ("deterministic", on_nccl, {}, 'deterministic.*backend="xla"'),
-  (
-    "tp",
-    without_vma,
-    {},
-    "tp_axis = 'dp' needs a jax.shard_map with check",
-  ),
-  ("fsdp", called, dict(x_dtype=NARROW), MIXED[0]),
-  ("fsdp", called, dict(dtype_of_params=NARROW), MIXED[1]),
-]
-
-
 @of_one_process
-@pytest.mark.parametrize("row, call, options, words", REFUSED)
-def test_refused(row, call, options, words):
+@pytest.mark.parametrize(
+  "call, words",
+  [
+    (linearized, "can't apply forward-mode"),
+    (with_learned_slope, '"moe".*closes over values that are trac'),
+    (without_vma, "tp_axis = 'dp' needs a jax.shard_map with check"),
+  ],
+)
+def test_refused(call, words):
   with pytest.raises((TypeError, ValueError), match=words):
-    call(row, **options)
+    call()
 
 
 @one_program

@@ -361,18 +361,9 @@ APART = dict(
 )
 
 
-@pytest.mark.parametrize(
-  "overlap, weigh", [(True, "late"), (True, "early"), (False, "late")]
-)
-def test_each_half_is_beside_an_exchange(on_gpus, weigh, overlap):
-  config = dataclasses.replace(SHARED, weigh=weigh, overlap=overlap)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_each_half_is_beside_an_exchange(on_gpus, overlap):
+  config = dataclasses.replace(SHARED, overlap=overlap)
   for op, places in (BESIDE if overlap else APART).items():
     body = bodies(config)[op.endswith("bwd")]
     assert body.places(op, body.products()) == places
-
-
-def test_losses_and_metrics_are_beside_combine(on_gpus):
-  forward, _ = bodies(SHARED)
-  sums = [n for n, op in forward.opcodes.items() if op == "all-reduce"]
-  assert forward.places("ep_combine", sums) == (0, len(sums), 0)
-  assert sums

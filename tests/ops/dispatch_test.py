@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, large_case
+from cases import assert_same, Case
 from conftest import make_mesh
 import ep
 from ep._src.ops import reference
@@ -34,12 +34,6 @@ def test_special_values(options, hidden, dtype):
   for routing in "with_unused_choices", "skewed":
     case = Case(config, routing, hidden=hidden, specials=True)
     case.check(everything, *case.inputs(dtype))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_large_rows(dtype):
-  case = large_case("skewed")
-  case.check(everything, *case.inputs(dtype))
 
 
 @pytest.mark.parametrize(

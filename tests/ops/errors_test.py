@@ -26,7 +26,6 @@ from groups import (
   E,
   failing,
   GPU,
-  group,
   H,
   K,
   layer,
@@ -120,14 +119,6 @@ def of_another_layer(handle, _):
   return dataclasses.replace(handle, layer=config)
 
 
-def of_another_group(handle, _):
-  """Gives the handle a group that differs only in the number of experts."""
-  larger = group(
-    num_experts=2 * E, alignment=4, recv_capacity_per_rank=handle.layer.capacity
-  )
-  return dataclasses.replace(handle, layer=ep.EpLayerConfig(larger))
-
-
 def with_bytes(alter):
   """Returns a function of two handles that alters the first one's memory."""
   return lambda handle, other: dataclasses.replace(
@@ -139,9 +130,7 @@ def with_bytes(alter):
 # native ops begins at byte 256 of `handle.mem`.
 CORRUPTIONS = {
   "of_another_layer": of_another_layer,
-  "of_another_group": of_another_group,
   "of_another_rank": with_bytes(lambda mem, _: jnp.roll(mem, 1, axis=0)),
-  "garbage": with_bytes(lambda mem, _: jnp.full_like(mem, 7)),
   "one_bit_flipped": with_bytes(
     lambda mem, _: mem.at[0, 128 + mem.shape[1] // 2].apply(lambda x: x ^ 128)
   ),
@@ -163,12 +152,12 @@ def combine_bwd(ops, cotangent):
   "op, corrupt",
   [
     *zip(itertools.cycle([dispatch, combine]), CORRUPTIONS),
-    *((op, "one_bit_flipped") for op in (dispatch, dispatch_bwd, combine_bwd)),
+    *((op, "one_bit_flipped") for op in (combine, dispatch_bwd, combine_bwd)),
   ],
 )
 def test_a_handle_that_was_not_prepared(corrupt, op):
   """The op checks a handle's bytes before using these bytes as addresses."""
-  if GPU and corrupt not in [*CORRUPTIONS][:4]:
+  if GPU and corrupt not in [*CORRUPTIONS][:2]:
     pytest.skip("NCCL EP does not check its data in a handle")
   case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")
   handles = [x.run(handle_of) for x in (case, other)]

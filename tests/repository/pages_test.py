@@ -4,18 +4,14 @@
 A page is one program: its blocks share their names, from top to bottom. A text
 block right after a block, or comments in the block, show its output. The tests
 skip a block whose first line says "# Not run", and a paragraph with "# don't".
-All code must parse, and each name of ep in it must exist. The first line of a
-block that is not run has the names that only its reader can define, such as
-"# Not run: `batch` is yours."
+All code must parse, and each name of ep in it must exist.
 """
 
 import ast
-import builtins
 import contextlib
 import operator
 import pathlib
 import re
-import symtable
 from typing import NamedTuple
 
 import jax
@@ -162,35 +158,6 @@ def test_the_blocks_of_a_page(page):
         name = isinstance(node, ast.Attribute) and ast.unparse(node)
         if name and re.fullmatch(r"ep(\.\w+)+", name):
           assert operator.attrgetter(name[3:])(ep), where
-
-
-def _globals(code: str) -> tuple[set[str], set[str]]:
-  """Returns the global names that code defines, and the names that it uses."""
-  defined, used = set(), set()
-  tables = [symtable.symtable(code, "page", "exec")]
-  for table in tables:
-    tables += table.get_children()
-    for symbol in table.get_symbols():
-      is_global = table is tables[0] or symbol.is_global()
-      if is_global and (symbol.is_assigned() or symbol.is_imported()):
-        defined.add(symbol.get_name())
-      if is_global and symbol.is_referenced():
-        used.add(symbol.get_name())
-  return defined, used
-
-
-@pytest.mark.parametrize("page", [p for p in _PAGES if _python(p)])
-def test_a_block_that_does_not_run_has_no_unknown_names(page):
-  """The page defines each name before, or the block's first line has it."""
-  known = set(dir(builtins))
-  if page in _FRAGMENTS:
-    known |= _globals(_GIVEN)[0]
-  for block in _python(page):
-    defined, used = _globals(block.code)
-    known |= defined
-    if block.code.startswith("# Not run"):
-      yours = re.findall(r"`(\w+)`", block.code.partition("\n")[0])
-      assert used <= known | {*yours}, f"{page}:{block.line}"
 
 
 def _public(module) -> set[str]:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a release agree with each other."""
 
-import ast
 import pathlib
 import re
 import tomllib
 
 import pytest
-import yaml
 
 from docs.site import links
 
@@ -60,25 +58,6 @@ def test_the_wheel_requires_the_libraries_it_was_built_with(cuda):
   )
   assert f"nvidia-nccl-cu{cuda}>={oldest},<={newest}" in required
   assert f"nvidia-nccl-cu{cuda}=={oldest}" in built
-
-
-def test_the_registry_tests_a_module_that_uses_this_one():
-  presubmit = yaml.safe_load((_ROOT / ".bcr" / "presubmit.yml").read_text())
-  module = presubmit["bcr_test_module"]
-  folder = _ROOT / module["module_path"]
-  calls = [
-    {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    for call in ast.walk(ast.parse((folder / "MODULE.bazel").read_text()))
-    if isinstance(call, ast.Call)
-  ]
-  # The registry does not change the test module, which must find the sources.
-  override = {"module_name": "jax_ep", "path": "../../.."}
-  assert override in calls
-  assert (folder / override["path"]).resolve() == _ROOT.resolve()
-  for task in module["tasks"].values():
-    for placeholder in "platform", "bazel":
-      assert task[placeholder] == f"${{{{ {placeholder} }}}}"
-      assert module["matrix"][placeholder]
 
 
 def test_the_page_of_an_index_links_to_the_sources():
