@@ -2,7 +2,6 @@
 """Grouped matmuls pass the rules of ep.testing and JAX's transformations."""
 
 import functools
-import importlib.util
 
 import jax
 from jax import lax
@@ -209,13 +208,6 @@ def test_a_function_that_returns_another_array(implementation, words):
     ValueError, match=f"grouped_matmul: implementation {words}"
   ):
     gm.grouped_matmul(*args, implementation=implementation)
-
-
-def test_tokamax_that_is_not_installed(monkeypatch):
-  args = jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.int32([2])
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(ValueError, match="pip install tokamax; or pass implem"):
-    gm.grouped_matmul(*args, implementation="tokamax")
 
 
 # Transformations of JAX. The function multiplies shared rows, of which two are
