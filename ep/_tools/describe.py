@@ -66,34 +66,6 @@ class RoutingSummary:
     dropped: np.ndarray = self.dropped_counts.sum(1, dtype=np.int32)
     return dropped
 
-  @property
-  def imbalance(self) -> np.ndarray:
-    """For each rank, max / mean of the tokens of its experts: float64 [N].
-
-    The ratio is 1 if the experts have equal loads or no tokens, and at most L.
-    The mean is of the experts that the group knows: slots after its last expert
-    do not count. All L slots count if `ranks` is None, and in a group that
-    counts slots as experts, such as the group of an `ep.MoE` on a mesh.
-    """
-    num_experts = self.layer.num_local_experts
-    if self.ranks is not None:
-      num_experts = (self.experts < self.layer.group.num_experts).sum(1)
-    return _imbalance(self.token_counts, num_experts)
-
-  @property
-  def rank_imbalance(self) -> float | None:
-    """Rows that the busiest rank wants, divided by the mean of its EP domain.
-
-    The largest ratio of all domains: 1 if the loads of all ranks are equal, at
-    most P. None if other processes own some of the ranks.
-    """
-    if (
-      self.ranks is None or len(self.ranks) != self.layer.group.num_token_ranks
-    ):
-      return None
-    domains = self.total_recv_tokens.reshape(-1, self.layer.ep_size)
-    return float(_imbalance(domains, self.layer.ep_size).max())
-
   def __repr__(self) -> str:
     layer = self.layer
     lines = [
@@ -101,28 +73,17 @@ class RoutingSummary:
       f" {layer.num_local_experts} on each rank, top_k {layer.top_k},"
       f" capacity {self.capacity} rows, alignment {layer.alignment}"
     ]
-    if layer.group.backend == "nccl":
-      lines.append(_buffers(layer))
-    if self.rank_imbalance is not None:
-      lines.append(
-        f"rows of the busiest rank / mean: {self.rank_imbalance:.2f}"
-      )
-    row = "{:>5} {:>7} {:>8} {:>8} {:>8} {:>8} {:>9}".format
-    lines.append(
-      row(*"rank expert offset rows tokens dropped imbalance".split())
-    )
+    row = "{:>5} {:>7} {:>8} {:>8} {:>8} {:>8}".format
+    lines.append(row(*"rank expert offset rows tokens dropped".split()))
     slabs = [self.experts, self.slab_offsets, self.group_sizes]
     counts = [self.token_counts, self.dropped_counts]
     experts = np.stack(slabs + counts, axis=2)
     for i, total in enumerate(self.total_recv_tokens):
       rank = "-" if self.ranks is None else self.ranks[i]
       tokens = self.token_counts[i].sum()
-      imbalance = f"{self.imbalance[i]:.2f}"
-      lines.append(
-        row(rank, "all", 0, total, tokens, self.dropped[i], imbalance)
-      )
+      lines.append(row(rank, "all", 0, total, tokens, self.dropped[i]))
       if self.group_sizes.size <= _MAX_EXPERT_LINES:
-        lines += [row("", *numbers, "").rstrip() for numbers in experts[i]]
+        lines += [row("", *numbers) for numbers in experts[i]]
     return "\n".join(lines)
 
 
@@ -193,18 +154,6 @@ def describe(handle: EpHandle) -> RoutingSummary:
   )
 
 
-def _buffers(layer: EpLayerConfig) -> str:
-  """Describes the group buffers of NCCL EP; see GroupBytes in limits.cc."""
-  group = layer.group
-  tokens, width = group.max_tokens_per_rank, group.hidden_dim
-  assert tokens is not None and width is not None  # "nccl" needs both
-  rows = 2 * group.ep_size * (-(-tokens // 4) * 4) + layer.capacity
-  dtype = group.max_token_dtype
-  mib = rows * width * dtype.itemsize / 2**20
-  half = " (half with bfloat16)" if dtype.itemsize == 4 else ""
-  return f"nccl keeps {rows} rows of {width} {dtype}: {mib:.0f} MiB{half}"
-
-
 def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
   """Returns the indices and values of the rows on devices of this process."""
   if not isinstance(array, jax.Array) or array.is_fully_addressable:
@@ -216,9 +165,3 @@ def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     rows.update(enumerate(np.asarray(shard.data), start=first))
   which = sorted(rows)
   return np.array(which, np.int32), np.stack([rows[i] for i in which])
-
-
-def _imbalance(loads: np.ndarray, count: np.ndarray | int) -> np.ndarray:
-  """Returns max / mean of `count` loads along the last axis; 1 if all are 0."""
-  mean = loads.sum(-1) / np.maximum(count, 1)
-  return np.where(mean > 0, loads.max(-1) / np.where(mean > 0, mean, 1), 1.0)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ep picks a grouped matmul for each NVIDIA GPU, and a log line says why."""
 
-import functools
 import importlib
-import importlib.util
 import logging
 import sys
 import types
@@ -14,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import ep
-from ep._src.matmul import implementations, on_cuda, tiles
+from ep._src.matmul import on_cuda, tiles
 from ep._src.matmul.by_function import ByFunction
 from ep.testing import GroupedMatmul
 
@@ -131,18 +129,6 @@ def test_the_kernels_for_hopper_conform(case, monkeypatch):
   options = params.InterpretGPUParams(out_of_bounds_reads="uninitialized")
   with params.force_gpu_interpret_mode(options):
     case.check()
-
-
-def test_tokamax_computes_gradients_of_matrices_on_hopper_alone(
-  monkeypatch, caplog
-):
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-  choose = functools.partial(implementations.choose, "tokamax", "cuda")
-  for device in (HOPPER, BLACKWELL, ADA, None):
-    assert isinstance(choose(device, ROWS, MATRICES, False), ByFunction)
-    chosen = choose(device, ROWS, MATRICES, True)
-    assert (chosen is tiles) == (device is not HOPPER)
-  assert caplog.text.count("tokamax multiplies all rows for each matrix") == 3
 
 
 def test_an_exported_program_has_no_kernels():

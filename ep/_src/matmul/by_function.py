@@ -26,7 +26,7 @@ from ep._src.matmul.unwritten_rows import cut
 _Arrays = Sequence[Array]
 
 # The gradient of matrices as a ragged dot, which sums over the rows of a slab.
-OVER_ROWS = lax.RaggedDotDimensionNumbers(
+_OVER_ROWS = lax.RaggedDotDimensionNumbers(
   dot_dimension_numbers=(([0], [0]), ([], [])),
   lhs_ragged_dimensions=[0],
   rhs_group_dimensions=[],
@@ -123,7 +123,7 @@ def _ragged_gradient(
   rows: Array, outs: Array, sizes: Array, dtype: jnp.dtype
 ) -> Array:
   return lax.ragged_dot_general(
-    rows, outs, sizes, OVER_ROWS, preferred_element_type=jnp.float32
+    rows, outs, sizes, _OVER_ROWS, preferred_element_type=jnp.float32
   ).astype(dtype)
 
 

@@ -8,22 +8,17 @@ contract, outer. The default of each platform passes `ep.testing.GroupedMatmul`.
 from __future__ import annotations
 
 from collections.abc import Callable
-import importlib
-import importlib.util
-import logging
 import typing
 from typing import Any, Literal
 
 import jax
-from jax import Array
-import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
 from ep._src.matmul import on_cuda, on_tpu, tiles
-from ep._src.matmul.by_function import ByFunction, OVER_ROWS, RAGGED_DOT
+from ep._src.matmul.by_function import ByFunction, RAGGED_DOT
 from ep._src.native import ffi
 
-Name = Literal["tiles", "ragged_dot", "megablox", "mgpu", "tokamax"]
+Name = Literal["tiles", "ragged_dot", "megablox", "mgpu"]
 # None is the platform's default. A function takes lhs, rhs and group_sizes, as
 # `lax.ragged_dot` does.
 Implementation = Name | Callable[..., jax.Array] | None
@@ -64,7 +59,7 @@ def choose(
     is_gradient: whether the call computes gradients of matrices.
 
   Raises:
-    ValueError: the platform, or this installation, has no such implementation.
+    ValueError: the platform has no such implementation.
   """
   if 0 in (*rows.shape, *matrices.shape):
     return RAGGED_DOT  # others need not take empty arrays
@@ -81,7 +76,7 @@ def choose(
   if implementation == "ragged_dot":
     return RAGGED_DOT
   start = f'grouped_matmul: implementation = "{implementation}"'
-  wanted, kind = _HOSTS.get(implementation, (platform, ""))
+  wanted, kind = _HOSTS[implementation]
   if platform != wanted:
     raise ValueError(
       f"{start} is for {kind}, and this program is for {platform}; pass"
@@ -89,27 +84,12 @@ def choose(
     )
   if implementation == "mgpu":
     return on_cuda.choose(device, rows, matrices, is_gradient, named=True)
-  if implementation == "megablox":
-    if not on_tpu.takes(rows, matrices.shape):
-      raise ValueError(
-        f"{start} takes bfloat16 and float32, not {rows.dtype}; convert the"
-        " rows, or pass implementation=None."
-      )
-    return on_tpu
-  if importlib.util.find_spec("tokamax") is None:
+  if not on_tpu.takes(rows, matrices.shape):
     raise ValueError(
-      f"{start} needs the package tokamax, which needs Python 3.12 and JAX"
-      " 0.11.1 or newer; run: pip install tokamax; or pass"
-      " implementation=None."
+      f"{start} takes bfloat16 and float32, not {rows.dtype}; convert the rows,"
+      " or pass implementation=None."
     )
-  if is_gradient and platform == "cuda" and not on_cuda.is_hopper(device):
-    on_cuda.log(
-      logging.WARNING,
-      f"{start}: gradients of matrices run a loop over tiles, because on GPUs"
-      " other than Hopper tokamax multiplies all rows for each matrix",
-    )
-    return tiles
-  return ByFunction(_tokamax, gradient=_tokamax_gradient)
+  return on_tpu
 
 
 def default_of(device: Any) -> str:
@@ -128,26 +108,3 @@ def default_of(device: Any) -> str:
   if reason := on_cuda.why_not(device):
     return f"the loop over tiles, because {reason}"
   return on_cuda.KERNELS
-
-
-def _tokamax(rows: Array, matrices: Array, group_sizes: Array) -> Array:
-  tokamax = importlib.import_module("tokamax")
-  out: Array = tokamax.ragged_dot(
-    rows, matrices, group_sizes, preferred_element_type=rows.dtype
-  )
-  return out
-
-
-def _tokamax_gradient(
-  rows: Array, outs: Array, group_sizes: Array, dtype: jnp.dtype
-) -> Array:
-  # The gradient of `tokamax.ragged_dot` has the dtype of the rows.
-  tokamax = importlib.import_module("tokamax")
-  out: Array = tokamax.ragged_dot_general(
-    rows,
-    outs,
-    group_sizes,
-    ragged_dot_dimension_numbers=OVER_ROWS,
-    preferred_element_type=dtype,
-  )
-  return out

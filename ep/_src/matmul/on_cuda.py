@@ -89,13 +89,9 @@ def _obstacle(device: Any, rows: Any, shape: tuple[int, ...]) -> str | None:
   return None
 
 
-def is_hopper(device: Any) -> bool:
-  return device is not None and device.compute_capability == _HOPPER
-
-
 def why_not(device: Any) -> str | None:
   """Returns why a device cannot run the kernels of this JAX, or None."""
-  if not is_hopper(device):
+  if device.compute_capability != _HOPPER:
     return (
       f"the kernels are for GPUs of compute capability {_HOPPER}, and this one"
       f" has {device.compute_capability}"

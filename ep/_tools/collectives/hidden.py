@@ -112,7 +112,7 @@ def assert_no_hidden_collectives(
 def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
   """Returns the collectives besides ep's exchanges, in program order."""
   hlo = as_text("assert_no_hidden_collectives", compiled)
-  sources = _Sources(hlo)
+  frames = _frames(hlo)
   instructions = dict(re.findall(r"^\s*(?:ROOT )?%?(\S+) = (.*)$", hlo, re.M))
   found = []
   for name, line in instructions.items():
@@ -125,7 +125,7 @@ def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
       name=name,
       op_name=op_name(line),
       cause=op_name(named) or "a value without a name",
-      source=sources.of(named),
+      source=_source(named, frames),
     )
     if collective.scopes.isdisjoint(_EXCHANGES):
       found.append(collective)
@@ -162,33 +162,30 @@ def as_text(function: str, compiled: object) -> str:
   return compiled
 
 
-class _Sources:
-  """A lookup of the source line of each instruction.
+def _frames(hlo: str) -> dict[str, str]:
+  """Returns the source line of each stack frame, as "file:line".
+
+  Tables in the head of the module map frames to locations, and locations to
+  files.
+  """
+  names, _, others = hlo.partition("\nFunctionNames\n")
+  files = dict(re.findall(r'^(\d+) "(.*)"$', names, re.M))
+  location = r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)"
+  lines = {
+    number: f"{files[file]}:{line}"
+    for number, file, line in re.findall(location, others, re.M)
+  }
+  frame = r"^(\d+) \{file_location_id=(\d+)"
+  return {n: lines[at] for n, at in re.findall(frame, others, re.M)}
+
+
+def _source(instruction: str, frames: dict[str, str]) -> str:
+  """Returns "file:line" of an instruction, or "" if it is unknown.
 
   An instruction has its source line itself or, in newer versions of XLA, a
-  stack frame. Tables in the head of the module map frames to locations, and
-  locations to files.
+  stack frame.
   """
-
-  def __init__(self, hlo: str):
-    self._files = _table(hlo, "FileNames", r'"(.*)"$')
-    self._locations = _table(
-      hlo, "FileLocations", r"\{file_name_id=(\d+).*? line=(\d+)"
-    )
-    self._frames = _table(hlo, "StackFrames", r"\{file_location_id=(\d+)")
-
-  def of(self, instruction: str) -> str:
-    """Returns "file:line" of an instruction, or "" if it is unknown."""
-    if at := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction):
-      return f"{at[1]}:{at[2]}"
-    frame = re.search(r"stack_frame_id=(\d+)", instruction)
-    (location,) = self._frames.get(frame[1] if frame else "", [""])
-    file, line = self._locations.get(location, ["", ""])
-    return f"{self._files[file][0]}:{line}" if file in self._files else ""
-
-
-def _table(hlo: str, title: str, row: str) -> dict[str, list[str]]:
-  """Parses the numbered lines below `title` by the regular expression `row`."""
-  table = re.search(rf"^{title}\n((?:\d+ .*\n)*)", hlo, re.M)
-  rows = re.findall(rf"^(\d+) {row}", table[1] if table else "", re.M)
-  return {number: values for number, *values in rows}
+  if at := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction):
+    return f"{at[1]}:{at[2]}"
+  frame = re.search(r"stack_frame_id=(\d+)", instruction)
+  return frames.get(frame[1], "") if frame else ""
