@@ -402,7 +402,6 @@ TABLE = {
       (dict(implementation="fast"), V, "'fast'.*'ragged_dot'.*a function"),
       (dict(implementation=lambda *_: 1), V, r"returned int.*array \[3, 7\]"),
       (dict(implementation=lambda x, *_: x), V, r"returned \(3, 5\), but an"),
-      (dict(implementation="tokamax"), V, "pip install tokamax"),
       (dict(implementation="megablox"), V, "is for a TPU.*is for cpu.*None"),
       (dict(implementation="mgpu"), V, "is for an NVIDIA GPU.*is for cpu"),
     ],
