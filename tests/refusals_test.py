@@ -274,7 +274,6 @@ TABLE = {
       (dict(score="relu"), V, "score = 'relu', but it must be one of"),
       (dict(normalize=None), F, "normalize = None .* is expected"),
       (dict(scale="2"), F, "scale = '2' .* is expected"),
-      (dict(jitter=2.0), V, "jitter = 2.0"),
       (dict(num_groups=3), V, "num_groups = 3 does not divide"),
       (dict(num_groups=2, top_groups=3), V, "top_groups = 3"),
       (dict(num_groups=2, group_best=9), V, "group_best = 9"),
@@ -337,7 +336,6 @@ TABLE = {
       (dict(mask=np.ones(5, bool)), V, r"mask has shape \(5,\)"),
       (dict(forced_idx=np.zeros((N, K))), F, "forced_idx is float64|float32"),
       (dict(captured_idx=ids(N)), V, r"captured_idx has shape \(20,\)"),
-      (dict(config=dict(jitter=0.5)), V, r"pass key=jax.random.key\("),
       (dict(pad=1), F, "pad = 1 .*True or False"),
       (dict(placement=[1, 0]), F, "placement is a list, but an ep.Placement"),
       (
@@ -401,8 +399,6 @@ TABLE = {
         V,
         "got forced_idx and captured_idx",
       ),
-      (dict(jitter=1.0, key=1), V, "at least 0 and less than 1"),
-      (dict(jitter=0.1, key=1), F, "key"),
     ],
   ),
   "topk_from_map": lambda: (

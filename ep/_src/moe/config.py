@@ -84,7 +84,7 @@ class MoEConfig(NotCopied):
       experts; "early", the inputs of `w_down`, where only rounding differs;
       "input", the inputs of experts, as in Llama 4, whose outputs are then
       summed without weights.
-    score, normalize, scale, jitter: as in `ep.route_topk`.
+    score, normalize, scale: as in `ep.route_topk`.
     num_groups, top_groups, group_best: as in `ep.route_topk`.
     balance: the loss in `Metrics.aux_loss`: of a whole "batch"
       (`ep.load_balancing_loss`), or of each "sequence", the last axis but one
@@ -143,7 +143,6 @@ class MoEConfig(NotCopied):
   score: router.Score = "softmax"
   normalize: bool = True
   scale: float = 1.0
-  jitter: float = 0.0
   num_groups: int = 1
   top_groups: int = 1
   group_best: int = 2

@@ -163,7 +163,6 @@ class MoE:
     mask: jax.Array | None = None,
     forced_idx: jax.Array | None = None,
     captured_idx: jax.Array | None = None,
-    key: jax.Array | None = None,
     pad: bool = False,
     placement: Placement | None = None,
   ) -> tuple[jax.Array, Metrics]:
@@ -208,8 +207,6 @@ class MoE:
       captured_idx: int [..., K] or None, the experts that an inference engine
         captured, checked like `forced_idx`. Tokens with an id of -1 were not
         captured: they visit the experts that the layer's router chooses.
-      key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
-        folds its number into the key.
       pad: whether, in the global view, the first axis of x may be no multiple
         of the number of ranks, as in `moe_layer`. Then the layer adds masked
         tokens, y is replicated, and `Metrics.aux_loss` is the loss of the
@@ -247,12 +244,10 @@ class MoE:
     if placement is not None:
       _check_placement(op, group, placement)
     _check_tokens(op, config, x, bias, mask, forced_idx, captured_idx)
-    config.rule.check_call(
-      op, config.num_experts, key, forced_idx, captured_idx
-    )
+    config.rule.check_call(op, config.num_experts, forced_idx, captured_idx)
     run = batching.padded(view, "x", _FILLS, functools.partial(self._run, view))
     tokens = x, mask, forced_idx, captured_idx
-    others = dict(params), bias, key, placement
+    others = dict(params), bias, placement
     return batching.examples(run, tokens, others, pad)
 
   def _run(
