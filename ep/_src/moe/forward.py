@@ -80,7 +80,7 @@ def of_rank(
     held = jnp.asarray(placement.experts)[held]
   shared = None
   if config.shared_inner:
-    shared = SharedExpert(config.experts, params, mask, config.overlap)
+    shared = SharedExpert(config.experts, params, mask)
   y, routing = through_experts(
     sizes, config.experts, experts, x_inner, ids, topk_weights, shared
   )

@@ -84,11 +84,7 @@ class MoE:
     name: str | None = None,
     **options: Any,
   ) -> None:
-    if not isinstance(config, MoEConfig):
-      raise TypeError(
-        f"MoE: config is a {type(config).__name__}, but an ep.MoEConfig is"
-        " expected."
-      )
+    parameters.check_config("MoE", config)
     if isinstance(where, EpGroup):
       if options:
         raise TypeError(
@@ -127,15 +123,16 @@ class MoE:
     Call it in every process of the mesh; each device creates only its part.
     `jax.vmap` over keys creates stacked layers.
     """
-    mesh = self.group.mesh
+    mesh, specs = self.group.mesh, parameters.partition_specs(self.config)
     shardings = {n: NamedSharding(mesh, s) for n, s in self.specs().items()}
-    init = jax.jit(
-      parameters.init, static_argnums=(1, 2, 3), out_shardings=shardings
-    )
     dtype = arrays.dtype("MoE.init", "dtype", dtype)
-    params: dict[str, jax.Array] = init(
-      key, self.config, dtype, self.num_expert_slots
-    )
+
+    @functools.partial(jax.jit, out_shardings=shardings)
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+      params = parameters.init(key, self.config, dtype)
+      return parameters.with_slots(params, specs, self.num_expert_slots)
+
+    params: dict[str, jax.Array] = init(key)
     return params
 
   def init_state(self) -> State:

@@ -226,7 +226,7 @@ def _apply_by_blocks(
 ) -> list[jax.Array]:
   num_rows = arrays[0].shape[0]
   if num_rows <= HEIGHT:  # one block, without the cost of a loop
-    return _apply_to_all_rows(num_used, *arrays, fn=fn, tail=tail)
+    return [cut(out, num_used, tail) for out in fn(*arrays)]
   height = HEIGHT
   readers = [unwritten_rows.Reader(x, num_used) for x in arrays]
 
