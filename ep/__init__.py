@@ -29,7 +29,7 @@ Replace an exchange:
     grouped_matmul     multiplies the rows of each expert by its matrix
     ep_combine         sends the outputs back and sums them per token
     quant, lax         fp8 rows with scales; `ragged_all_to_all` on CPUs
-    testing            tests of a transport against the contract
+    testing            tests of a transport or a layer against the contract
 
 When something is wrong:
     check              raises the fault that a step returned

@@ -2,7 +2,7 @@
 """The rows of the table of layer_test.py, and their dense oracle.
 
 A row is a layer with some options. The oracle applies every expert to every
-token in float64, with tests/dense.py.
+token in float64, with ep/testing/_dense.py.
 
 Tokens and cotangents are -1, 0 or 1, so fp8 and bfloat16 represent them.
 """
@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from conftest import to_global
-import dense
 import ep
+from ep.testing import _dense
 from groups import BACKEND, E, GPU, group, K, MESHES
 from layer_steps import draw_params
 from oracle import make_oracle
@@ -346,7 +346,7 @@ def formula(row, config, params, x, ct, mask, ids, kept):
   if config.weigh == "input":
     outer = kept.reshape(outer.shape).astype(x.dtype)
   outs = jax.vmap(lambda e: expert(e, flat_x))(jnp.arange(config.num_experts))
-  y = dense.dense(outs, flat_idx, outer).reshape(x.shape)
+  y = _dense.dense(outs, flat_idx, outer).reshape(x.shape)
   metrics = dict(choices=(idx, given))
   if row.network is not None:
     return y, metrics
@@ -407,7 +407,7 @@ def oracle(row, balance):
 
     return results_of(fn, params, x, ct)
 
-  return dense.in_float64(run)
+  return _dense.in_float64(run)
 
 
 def run_oracle(row, data, kept=None, balance=None):

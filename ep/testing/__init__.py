@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests a transport or a grouped matmul against its contract.
+"""Tests a transport, a MoE layer or a grouped matmul against its contract.
 
 A transport is a pair of functions, dispatch and combine, from any library. It
 declares its properties (padding, gradients, overflow and so on), and `check`
@@ -13,6 +13,7 @@ runs the rules for these properties on random sizes and routings:
 
 from ep._src.base import public as _public
 from ep.testing._declarations import GroupedMatmul as GroupedMatmul
+from ep.testing._declarations import Layer as Layer
 from ep.testing._declarations import Received as Received
 from ep.testing._declarations import Setting as Setting
 from ep.testing._declarations import Subject as Subject

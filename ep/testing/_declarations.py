@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares the properties of the transport or matmul under test.
+"""Declares the properties of the transport, layer or matmul under test.
 
 `T` tokens of a rank, `K` choices of a token, `E` experts, `P` ranks,
 `L = ceil(E / P)` local experts (rank `e // L` owns expert `e`), `C` receive
@@ -27,10 +27,11 @@ class Tolerance:
   rounding for each of the `K` terms, for each rank that may have a partial sum
   (at most `K` of the `P` ranks), and for the result: an error of at most
   `ulps * (K + min(P, K) + 1)` units. A unit is the machine epsilon of the
-  tokens' dtype times the sum of the magnitudes of the terms. For a
-  `GroupedMatmul`, K and P are 1, and the terms are the products of a sum. The
-  kit refuses a tolerance that allows an error of a tenth of these magnitudes or
-  more.
+  tokens' dtype times the sum of the magnitudes of the terms. For a `Layer`,
+  whose terms the kit does not know, it is the epsilon times the largest
+  magnitude of the array. For a `GroupedMatmul`, K and P are 1, and the terms
+  are the products of a sum. The kit refuses a tolerance that allows an error of
+  a tenth of these magnitudes or more.
 
   Attributes:
     ulps: units for each rounding; 0 demands the oracle's bits.
@@ -63,7 +64,7 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """The sizes for which `build` makes a transport.
+  """The sizes for which `build` makes a transport or layer.
 
   Attributes:
     mesh: a mesh with one axis, "ep", of P devices.
@@ -74,7 +75,7 @@ class Setting:
     capacity: C, a multiple of the alignment. Every routing fits, except in the
       rule `overflow`.
     alignment: each expert segment is padded to a multiple of this.
-    dtype: dtype of the tokens.
+    dtype: dtype of the tokens, and of the parameters of a layer.
   """
 
   mesh: jax.sharding.Mesh
@@ -127,6 +128,11 @@ Dispatch = Callable[..., Received]
 # combine(rows [C, H], state) -> tokens [T, H], and with weighted=True
 # combine(rows, state, weights [C])
 Combine = Callable[..., jax.Array]
+# apply(params, tokens [P * T, H], topk_idx [P * T, K], topk_weights [P * T, K])
+#   -> tokens [P * T, H]
+Apply = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+# expert(params, e, rows [n, H]) -> rows [n, H]
+Expert = Callable[[Any, int, jax.Array], jax.Array]
 Order = Literal["source", "any"]
 Tail = Literal["zero", "unspecified"]
 Overflow = Literal["drop", "error", None]
@@ -147,12 +153,13 @@ _TYPES: dict[str, tuple[Any, str]] = {
   "bool": (bool, "True or False"),
   "Tolerance": (Tolerance, "an ep.testing.Tolerance"),
   "Callable": (Callable, "a function"),
+  "Expert": (Callable, "a function"),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-  """The properties that a transport and a matmul can declare.
+  """The properties that everything under test can declare.
 
   A rule for a property runs only if the property is declared.
 
@@ -261,12 +268,32 @@ class Transport(Subject):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer(Subject):
+  """A MoE layer with its parameters, and its properties.
+
+  Attributes:
+    build: returns `(apply, params)` for a setting. `apply(params, tokens,
+      topk_idx, topk_weights)` is a function of global arrays, whose leading
+      axis is split over the mesh; it returns tokens. `params` is a pytree of
+      arrays, equal on every process.
+    expert: `expert(params, e, rows)` applies expert `e` to any rows `[n, H]`.
+      The kit calls it with float64 arrays on one device. The result of a token
+      is the weighted sum of its experts' outputs.
+  """
+
+  build: Callable[[Setting], tuple[Apply, Any]]
+  expert: Expert
+  tolerance: Tolerance = Tolerance(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatmul(Subject):
   """A function such as `jax.lax.ragged_dot`, and its properties.
 
       check(GroupedMatmul(name="mine", matmul=mine, gradients=True))
 
   Attributes:
+    name: the name in reports.
     matmul: `matmul(rows [C, F], matrices [L, F, G], group_sizes [L])` returns
       `[C, G]`: `rows[r] @ matrices[j]` for every row r of group j. Group j is
       the `group_sizes[j]` rows after groups 0 to j - 1. Rows and matrices have
@@ -286,6 +313,10 @@ class GroupedMatmul(Subject):
       exact in float32, so no tolerance applies to these.
     supports: returns whether to draw a `Setting`, which has C as `capacity`, F
       as `hidden` and L as `num_experts`, before C and F are rounded up.
+    repeatable: whether equal inputs give equal bits in each run.
+    gradients: whether reverse mode works.
+    second_order: whether reverse mode of the gradients works.
+    jvp: whether forward mode works.
   """
 
   matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -70,7 +70,6 @@ class MatmulOracle(Oracle):
 
   numbers = ("whole", "normal")
   result = "the product"
-  names = "rows", "matrices"
 
   def __init__(
     self,
@@ -115,6 +114,9 @@ class MatmulOracle(Oracle):
   def cotangent(self, rng: np.random.Generator, numbers: str) -> np.ndarray:
     c, _, g = self._sizes
     return _draw(rng, numbers, (c, g), self._dtype, self._nan_rows)
+
+  def by_name(self, grads: Any) -> dict[str, Any]:
+    return dict(zip(("rows", "matrices"), grads, strict=True))
 
   def output(self, inputs: Any) -> Expected:
     return self._sum(self._dtype, (self._expand, *inputs))

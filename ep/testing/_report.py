@@ -112,8 +112,8 @@ def _plan(
   """Yields each rule with its cases, or with the reason why it has none."""
   if not isinstance(subject, Subject):
     raise TypeError(
-      f"ep.testing: subject={subject!r} has to be an ep.testing.Transport or"
-      " ep.testing.GroupedMatmul."
+      f"ep.testing: subject={subject!r} has to be an ep.testing.Transport,"
+      " ep.testing.Layer or ep.testing.GroupedMatmul."
     )
   if isinstance(rules, str) or not isinstance(rules, Collection | None):
     raise TypeError(
@@ -136,6 +136,8 @@ def _plan(
       for variant in rule.variants(subject, seed):
         id = f"{rule.name}-{variant}"
         cases.append(Case(id, rule, bench, variant))
+      if not cases:
+        why_not = "not run: it needs several devices in one process"
     yield rule, cases, why_not
 
 
@@ -156,7 +158,7 @@ def cases(
   initializes the devices of JAX, so set `XLA_FLAGS` and join other ranks first.
 
   Args:
-    subject: the transport or grouped matmul under test.
+    subject: the transport, layer or grouped matmul under test.
     rules: names of rules; None takes all.
     seed: the seed of sizes, routings and numbers. It must be equal on every
       process of a job.
@@ -202,7 +204,7 @@ def check(
   Collective over all processes of a job.
 
   Args:
-    subject: the transport or grouped matmul under test.
+    subject: the transport, layer or grouped matmul under test.
     rules: names of rules; None takes all.
     seed: the seed of sizes, routings and numbers. It must be equal on every
       process of a job.

@@ -13,17 +13,21 @@ import collections
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import itertools
+import sys
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from ep._src.ops.quantizers import ROW_DTYPES, SCALE_DTYPES
 from ep.testing._compare import compare, Expected
 from ep.testing._declarations import (
   GroupedMatmul,
+  Layer,
   Subject,
   Transport,
 )
+from ep.testing._footprint import Footprint
 from ep.testing._round_trip import RoundTripOracle, Rows
 from ep.testing._routings import draw
 from ep.testing._trial import Oracle
@@ -245,7 +249,7 @@ def output(bench: Bench[Any], variant: Variant) -> float:
   return _check_output(bench, trial, oracle, rng, kinds)
 
 
-@_rule()
+@_rule(of=Transport | GroupedMatmul)
 def unread(bench: Bench[Any], variant: Variant) -> float:
   """Rows without a token, or after the last group, are not read: even NaNs."""
   trial, oracle, rng = bench.begin(variant)
@@ -415,12 +419,38 @@ def overflow(bench: Bench[Transport], variant: Variant) -> float:
   return worst
 
 
+def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
+  """Returns variants with smaller EP sizes than in all other rules.
+
+  With several processes it returns none, since every process must take part.
+  """
+  devices, draw = jax.device_count(), Draw(subject, seed)
+  smaller = range(1, devices if jax.process_count() == 1 else 1)
+  sizes = [size for size in smaller if devices % size == 0]
+  return [x for size in sizes for x in draw.one(ep_size=size)]
+
+
+@_rule(_fewer_ranks, of=Transport | Layer)
+def ep_sizes(bench: Bench[Any], variant: Variant) -> float:
+  """Fewer ranks with more experts each also match the oracle."""
+  if isinstance(bench.subject, Transport):
+    for check in (sizes, rows, weights):
+      check(bench, variant)
+  worst = output(bench, variant)
+  if bench.subject.gradients:
+    worst = max(worst, gradients(bench, variant))
+  return worst
+
+
 SOAK_STEPS, IN_FLIGHT = 120, 4
+# Allowed growth of resources from a third of the steps until the last step. JAX
+# may need a worker thread for each step in flight.
+GROWTH = Footprint(memory=64 << 10, heap=4 << 10, descriptors=0, threads=64)
 
 
 @_rule(_once)
 def soak(bench: Bench[Any], variant: Variant) -> float:
-  """Many steps with changing routings are right, with several in flight."""
+  """Many steps with changing routings are right and, on Linux, do not leak."""
   trial, _, rng = bench.begin(variant)
   setting = trial.setting
   shape = setting.ep_size * setting.tokens, setting.top_k
@@ -437,11 +467,17 @@ def soak(bench: Bench[Any], variant: Variant) -> float:
       want = oracle.output(inputs)
       worst = max(worst, compare(what, got, want, limit=limit))
 
+  before = None
   for step in range(SOAK_STEPS):
+    if step == SOAK_STEPS // 3 and sys.platform == "linux":
+      finish(0)
+      before = Footprint.now()
     odds = rng.choice([0, 1, 8], setting.num_experts)  # odds 0: no rows
     oracle = trial.oracle(draw(rng, shape, odds))
     inputs = oracle.inputs(rng, "normal")
     pending.append((step, oracle, inputs, trial.start(oracle, inputs)))
     finish(IN_FLIGHT)
   finish(0)
+  if before:
+    before.check_now(GROWTH)
   return worst

@@ -30,12 +30,10 @@ class Oracle(abc.ABC):
       numbers, whose sums are exact in any order, so that results have the
       expected bits for any tolerance.
     result: what the function returns, in an error message.
-    names: the names of the inputs.
   """
 
   numbers: ClassVar[tuple[str, ...]]
   result: ClassVar[str] = "tokens"
-  names: ClassVar[tuple[str, str]] = "tokens", "weights"
 
   def __init__(self, setting: Setting, *route: np.ndarray):
     self._setting = setting
@@ -43,7 +41,7 @@ class Oracle(abc.ABC):
 
   @abc.abstractmethod
   def inputs(self, rng: np.random.Generator, numbers: str) -> tuple[Any, ...]:
-    """Draws tokens and weights, or rows and matrices."""
+    """Draws tokens and weights; returns them with the parameters, if any."""
 
   def cotangent(self, rng: np.random.Generator, numbers: str) -> np.ndarray:
     """Draws a cotangent of the result, which has the type of the tokens."""
@@ -52,7 +50,11 @@ class Oracle(abc.ABC):
 
   def by_name(self, grads: Any) -> dict[str, Any]:
     """Returns the gradients by the names of inputs in `pullback`."""
-    return dict(zip(self.names, grads, strict=True))
+    tokens, weights, *params = grads
+    named = {"tokens": tokens, "weights": weights}
+    for path, leaf in jax.tree.leaves_with_path(params):
+      named["params" + jax.tree_util.keystr(path[1:])] = leaf
+    return named
 
   def planned(self, inputs: Any) -> Oracle:
     """Returns the oracle for inputs whose weights decide about dropped rows."""
@@ -164,13 +166,19 @@ class Trial(abc.ABC):
     )
 
   def _place(self, *args: Any) -> list[Any]:
-    """Splits arrays, or tuples of arrays, over the ranks."""
+    """Splits arrays, or the first two arrays of tuples, over the ranks.
+
+    Later entries of a tuple are parameters, which are equal on every process.
+    """
     spec = NamedSharding(self.setting.mesh, PartitionSpec("ep"))
 
     def split(x: Any) -> jax.Array:
       return jax.make_array_from_callback(x.shape, spec, x.__getitem__)
 
-    return [jax.tree.map(split, x) for x in args]
+    return [
+      (*map(split, x[:2]), *x[2:]) if isinstance(x, tuple) else split(x)
+      for x in args
+    ]
 
 
 def _as_integers(arrays: Any) -> Any:

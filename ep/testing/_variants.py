@@ -15,10 +15,12 @@ import numpy as np
 
 from ep.testing._declarations import (
   GroupedMatmul,
+  Layer,
   Setting,
   Subject,
   Transport,
 )
+from ep.testing._dense import LayerTrial
 from ep.testing._matmul import MatmulTrial
 from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
@@ -90,6 +92,7 @@ class Kind:
       transport is `uneven`.
     routing: a routing that the kind always has, or "".
     all_tokens: the smallest number of tokens of all ranks together.
+    of: the classes that the kind is for.
   """
 
   tokens: tuple[int, int]
@@ -98,21 +101,24 @@ class Kind:
   experts: tuple[int, int]
   routing: str = ""
   all_tokens: int = 0
+  of: Any = Transport | Layer
 
 
 # The routing of USUAL has unused choices, experts of any load, and tokens
 # without experts. Each size is small in one kind, and above 256 in another.
 USUAL = Kind((2, 40), (3, 6), (2, 300), (4, 20), "with_unused_choices")
 _WIDE = Kind((1, 1), (2, 4), (257, 1000), (2, 12))
-_MANY_EXPERTS = Kind((2, 20), (5, 16), (2, 40), (257, 320))
-_WIDE_AND_MANY = Kind((1, 1), (5, 16), (257, 500), (257, 320))
+_MANY_EXPERTS = Kind((2, 20), (5, 16), (2, 40), (257, 320), of=Transport)
+_WIDE_AND_MANY = Kind((1, 1), (5, 16), (257, 500), (257, 320), of=Transport)
 _MANY_TOKENS = Kind((257, 400), (1, 1), (3, 60), (2, 8))
 # One expert gets more rows than 16 bits can count.
 _LONG_SEGMENTS = Kind(
-  (1, 1), (1, 1), (1, 8), (2, 4), "to_one_expert", (1 << 16) + 64
+  (1, 1), (1, 1), (1, 8), (2, 4), "to_one_expert", (1 << 16) + 64, Transport
 )
 # From each inner tuple, the kit takes the first kind that the object under test
-# supports, or USUAL. Each kind compiles several programs, so there are few.
+# supports, or USUAL. Each kind compiles several programs, so there are
+# few kinds. Some kinds are too large for the oracle of a layer, which applies
+# each expert to each token.
 _KINDS: tuple[tuple[Kind, ...], ...] = (
   (),
   (_WIDE_AND_MANY, _WIDE, _MANY_EXPERTS),
@@ -120,7 +126,7 @@ _KINDS: tuple[tuple[Kind, ...], ...] = (
 )
 # A group of a matmul has few or many rows, and sums have few or many terms.
 _MATMUL_KINDS: tuple[tuple[Kind, ...], ...] = tuple(
-  (dataclasses.replace(kind, top_k=(1, 1)),)
+  (dataclasses.replace(kind, top_k=(1, 1), of=GroupedMatmul),)
   for kind in (
     dataclasses.replace(USUAL, tokens=(30, 300)),
     Kind((200, 400), (1, 1), (257, 500), (2, 6), "empty_experts"),
@@ -168,7 +174,12 @@ class Draw:
       if routing
     ]
 
-  def one(self, *kinds: Kind, too_small: bool = False) -> list[Variant]:
+  def one(
+    self,
+    *kinds: Kind,
+    too_small: bool = False,
+    ep_size: int | None = None,
+  ) -> list[Variant]:
     """Draws a variant; returns an empty list if no drawn sizes are supported.
 
     Args:
@@ -181,8 +192,8 @@ class Draw:
     subject, refusal = self._subject, None
     dtype, alignment = next(self._dtypes), next(self._alignments)
     for kind in (*kinds, USUAL):
-      for _ in range(_TRIES):
-        variant = self._any(kind, dtype, alignment, too_small)
+      for _ in range(_TRIES * isinstance(subject, kind.of)):
+        variant = self._any(kind, dtype, alignment, ep_size, too_small)
         setting = variant.setting()
         if subject.supports is None or subject.supports(setting):
           try:
@@ -199,6 +210,7 @@ class Draw:
     kind: Kind,
     dtype: str,
     alignment: int,
+    ep_size: int | None,
     too_small: bool,
   ) -> Variant:
     def between(low: int, high: int) -> int:
@@ -213,7 +225,7 @@ class Draw:
     top_k = min(between(*kind.top_k), experts)
     if too_small:
       tokens += alignment
-      blocks = -(-tokens * min(top_k, devices) // alignment)
+      blocks = -(-tokens * min(top_k, ep_size or devices) // alignment)
       capacity = alignment * int(self._rng.integers(1, blocks))
     return Variant(
       self._seed,
@@ -225,7 +237,7 @@ class Draw:
       between(*kind.hidden),
       experts,
       int(self._rng.integers(9)),
-      self._ep_size,
+      ep_size or self._ep_size,
       capacity,
     )
 
@@ -241,7 +253,9 @@ class Bench(Generic[_Subject]):
   def trial(self, setting: Setting) -> Trial:
     """Returns the object under test for a setting; builds it only once."""
     if setting not in self._trials:
-      if isinstance(self.subject, Transport):
+      if isinstance(self.subject, Layer):
+        self._trials[setting] = LayerTrial(self.subject, setting)
+      elif isinstance(self.subject, Transport):
         self._trials[setting] = RoundTrip(self.subject, setting)
       elif isinstance(self.subject, GroupedMatmul):
         self._trials[setting] = MatmulTrial(self.subject, setting)

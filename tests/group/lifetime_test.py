@@ -19,7 +19,7 @@ from cases import assert_same, Case, expected, global_view
 from conftest import make_mesh, TIMEOUT_S
 import ep
 from ep._src.group import bootstrap as groups_of_process
-from footprint import Footprint
+from ep.testing._footprint import Footprint
 from groups import bootstrap, not_with_xla
 from op_functions import handle_of, round_trip
 

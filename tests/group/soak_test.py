@@ -17,8 +17,8 @@ import numpy as np
 from cases import assert_same, Case, expected, global_view
 from conftest import make_mesh, TIMEOUT_S
 import ep
+from ep.testing._footprint import Footprint
 from ep.testing._routings import draw
-from footprint import Footprint
 from groups import bootstrap
 from op_functions import block_and_back
 

@@ -16,8 +16,8 @@ import pytest
 
 from cases import Case
 from conftest import to_global
-import dense
 import ep
+from ep.testing import _dense
 from groups import E, H, K, layer, of_one_process, spec
 from layer_steps import (
   assert_close,
@@ -47,16 +47,16 @@ def dense_step(expert, topk_idx, *args):
   """Returns the output and gradients of a dense layer in float64."""
 
   def step(topk_idx, *args):
-    def summed(tokens, weights, params):
+    def dense(tokens, weights, params):
       outs = jax.vmap(expert, (0, None))(params, tokens.reshape(-1, H))
       args = (x.reshape(-1, x.shape[-1]) for x in (topk_idx, weights))
-      return dense.dense(outs, *args).reshape(tokens.shape)
+      return _dense.dense(outs, *args).reshape(tokens.shape)
 
     *floats, ct = args
-    out, vjp = jax.vjp(summed, *floats)
+    out, vjp = jax.vjp(dense, *floats)
     return out, *vjp(ct)
 
-  return dense.in_float64(step)(topk_idx, *args)
+  return _dense.in_float64(step)(topk_idx, *args)
 
 
 def arrays_of(case, params):
@@ -89,17 +89,17 @@ def test_an_activation_may_have_a_learned_parameter():
 
     return ep.moe_layer(*args, **matrices, activation=activation).sum()
 
-  def dense_sum(factor, topk_idx, tokens, weights, params):
+  def dense(factor, topk_idx, tokens, weights, params):
     def expert(p):
       hidden = unit(factor * tokens @ p["w_gate"]) * factor
       return hidden * (tokens @ p["w_up"]) @ p["w_down"]
 
-    return dense.dense(jax.vmap(expert)(params), topk_idx, weights).sum()
+    return _dense.dense(jax.vmap(expert)(params), topk_idx, weights).sum()
 
   args = topk_idx, tokens, weights, params
   with jax.checking_leaks():
     got = jax.jit(jax.grad(loss))(2.0, *put_moe(case.layer, *args))
-  expected = dense.in_float64(jax.grad(dense_sum))(2.0, *args)
+  expected = _dense.in_float64(jax.grad(dense))(2.0, *args)
   np.testing.assert_allclose(whole(got), expected, 1e-4)
 
 

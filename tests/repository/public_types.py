@@ -205,8 +205,17 @@ def conformance() -> None:
     tail="zero",
   )
 
-  matmul = testing.GroupedMatmul(name="ours", matmul=ep.grouped_matmul)
-  subjects: list[testing.Subject] = [transport, matmul]
+  def build_layer(
+    setting: testing.Setting,
+  ) -> tuple[Callable[..., jax.Array], jax.Array]:
+    return lambda params, tokens, topk_idx, weights: tokens, jnp.ones(8)
+
+  def expert(params: jax.Array, e: int, rows: jax.Array) -> jax.Array:
+    return params[e] * rows
+
+  layer = testing.Layer(name="mine", build=build_layer, expert=expert)
+  subjects: list[testing.Subject] = [transport, layer]
+  testing.check(testing.GroupedMatmul(name="ours", matmul=ep.grouped_matmul))
   for subject in subjects:
     report = testing.check(subject, ["output"])
     assert_type(report, testing.Report)

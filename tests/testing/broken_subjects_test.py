@@ -15,7 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from testing_subjects import HOST
+from testing_subjects import HOST, ONE_HOT
 
 import ep
 from ep.testing import GroupedMatmul, Received, Tolerance
@@ -158,16 +158,25 @@ def of_the_last_dispatch(setting, dispatch, combine):
   return other, lambda rows, state: combine(rows, *last)
 
 
-def forgets_after_a_while(setting, dispatch, combine):
-  steps = itertools.count()
+def keeps_every_step(setting, dispatch, combine):
+  memory = []
 
-  def forget(rank, topk_idx):
-    return np.array(topk_idx if next(steps) < 40 else 0 * topk_idx - 1)
+  def keep(rank, topk_idx):
+    memory.append(np.ones(1 << 16, np.uint8))
+    return np.array(topk_idx)
 
   def other(tokens, topk_idx, weights):
-    return dispatch(tokens, called_with(forget, topk_idx), weights)
+    return dispatch(tokens, called_with(keep, topk_idx), weights)
 
   return other, combine
+
+
+def without_gradient_of_a_matrix(setting, apply, params):
+  def other(params, *args):
+    fixed = {"w_down": lax.stop_gradient(params["w_down"])}
+    return apply(params | fixed, *args)
+
+  return other, params
 
 
 # --- The table ---------------------------------------------------------------
@@ -177,18 +186,18 @@ rows, sizes, weights, scales = (
   functools.partial(array, name)
   for name in ("rows", "group_sizes", "weights", "scales")
 )
-# (rule, broken transport or matmul, pattern of the failure)
+# (rule, broken transport, layer or matmul, pattern of the failure)
 BROKEN = []
 
 
-def breaks(rule, *, says=NAMED, declares=None, **faults):
-  """Adds copies of a transport, each with a fault."""
+def breaks(rule, *, says=NAMED, declares=None, base=HOST, **faults):
+  """Adds copies of a transport or layer, each with a fault."""
 
   def broken(name, fault):
     return dataclasses.replace(
-      HOST,
+      base,
       name=name,
-      build=lambda setting: fault(setting, *HOST.build(setting)),
+      build=lambda setting: fault(setting, *base.build(setting)),
       **{"dtypes": ("float32", "bfloat16")} | (declares or {}),
     )
 
@@ -214,6 +223,7 @@ breaks(
 )
 breaks("interleaved", combines_by_the_last_dispatch=of_the_last_dispatch)
 breaks("gradients", not_of_weights=weights(lax.stop_gradient))
+breaks("gradients", base=ONE_HOT, not_of_a_matrix=without_gradient_of_a_matrix)
 breaks("jvp", rounded=rows(forward(in_bfloat16)))
 breaks("second_order", none=rows(backward(lax.stop_gradient)))
 breaks(
@@ -226,7 +236,8 @@ breaks(
   "overflow",
   loses_the_last_row_of_a_full_rank=rows(lambda x: x.at[-1].set(0)),
 )
-breaks("soak", forgets_tokens_of_later_steps=forgets_after_a_while)
+breaks("ep_sizes", counts_nothing=sizes(lambda x: x * 0))
+breaks("soak", says="heap grew: ", keeps_memory_of_every_step=keeps_every_step)
 
 
 # --- Faults of grouped matmuls -----------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests ep.testing itself, on our ops.
+"""Tests ep.testing itself, on our ops and a hand-written layer.
 
 tests/ops/rules_test.py runs the rules of the kit on our ops.
 """
@@ -11,7 +11,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import pytest
-from testing_subjects import HOST
+from testing_subjects import HOST, ONE_HOT
 
 import ep
 from ep.testing import GroupedMatmul, Tolerance
@@ -20,6 +20,14 @@ from ep.testing._variants import Draw
 
 # Our ops, with a property undeclared.
 PLAIN = dataclasses.replace(HOST, overflow=None)
+
+
+@pytest.mark.parametrize(
+  "case",
+  ep.testing.cases(ONE_HOT, ["output", "gradients", "jvp", "second_order"]),
+)
+def test_a_layer(case):
+  case.check()
 
 
 def test_cases_have_names_and_skipped_rules_have_reasons():
@@ -32,9 +40,8 @@ def test_cases_have_names_and_skipped_rules_have_reasons():
     if case.marks
   }
   assert reasons["overflow"] == "not declared: overflow="
-  matmul = GroupedMatmul(name="matmul", matmul=lax.ragged_dot)
-  of_matmul = {case.id: case.marks for case in ep.testing.cases(matmul)}
-  assert of_matmul["rows"][0].kwargs["reason"] == "not for a GroupedMatmul"
+  of_layer = {case.id: case.marks for case in ep.testing.cases(ONE_HOT)}
+  assert of_layer["rows"][0].kwargs["reason"] == "not for a Layer"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,7 @@ def test_an_unknown_declaration_is_refused(declared, says):
 @pytest.mark.parametrize(
   "arguments, says",
   [
-    (dict(subject=None), "subject=None has to be an ep.testing.Transport"),
+    (dict(subject=None), "subject=None has to be an ep.testing.Transport,"),
     (dict(rules="rows"), "rules='rows' has to be a list of names"),
     (dict(rules=["row"]), "no rule row; the rules are sizes, rows"),
   ],

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our ops as subjects of `ep.testing`."""
+"""Our ops, and a layer of the benchmarks, as subjects of `ep.testing`."""
 
 import math
 
+import jax
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from benchmarks import layers
+from benchmarks.workload import Layout, Shape
 import ep
-from ep.testing import Received, Tolerance, Transport
+from ep.testing import Layer, Received, Tolerance, Transport
 
 TIMEOUT_S = 20.0
 DTYPES = ("float32", "bfloat16", "float16")
+INNER = 4  # Inner size of an expert.
 COUNTS = (
   "token_counts",
   "dropped_counts",
@@ -123,3 +130,63 @@ XLA = ours(
   overflow="error",
 )
 NCCL = ours("nccl")
+
+
+def _layout(setting):
+  """Returns the layout of a contender with capacity for every routing."""
+  shape = Shape(
+    setting.tokens, setting.hidden, setting.top_k, setting.num_experts, INNER
+  )
+  return Layout(
+    shape,
+    ranks=setting.ep_size,
+    capacity=setting.capacity,
+    pair_rows=setting.capacity // setting.ep_size,
+    expert_rows=setting.tokens,
+    zero_tail=True,
+  )
+
+
+def _one_hot(setting):
+  """Builds the layer of the benchmarks, and its parameters."""
+  moe = layers.OneHot(_layout(setting)).moe
+  ranks = PartitionSpec("ep")
+
+  def apply(params, tokens, topk_idx, topk_weights):
+    return jax.shard_map(
+      lambda params, *args: moe(*args, **params),
+      mesh=setting.mesh,
+      in_specs=ranks,
+      out_specs=ranks,
+    )(params, topk_idx, tokens, topk_weights)
+
+  rng = np.random.default_rng(0)
+  experts, hidden = setting.num_experts, setting.hidden
+  shapes = dict(
+    w_gate=(experts, hidden, INNER),
+    w_up=(experts, hidden, INNER),
+    w_down=(experts, INNER, hidden),
+  )
+  return apply, {
+    name: rng.standard_normal(shape).astype(setting.dtype)
+    for name, shape in shapes.items()
+  }
+
+
+def _swiglu(params, e, rows):
+  gate, up = rows @ params["w_gate"][e], rows @ params["w_up"][e]
+  return (jax.nn.silu(gate) * up) @ params["w_down"][e]
+
+
+ONE_HOT = Layer(
+  name="GShard's one-hot layer",
+  build=_one_hot,
+  expert=_swiglu,
+  # A product over more elements rounds more often than the tolerance allows.
+  # The number of experts determines the size of the program.
+  supports=lambda setting: (
+    setting.hidden <= 32 and setting.tokens <= 40 and setting.num_experts <= 8
+  ),
+  dtypes=("float32", "bfloat16"),
+  **DERIVATIVES,
+)
