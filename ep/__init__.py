@@ -66,7 +66,6 @@ from ep._src.matmul.grouped_matmul import grouped_matmul as grouped_matmul
 from ep._src.moe.config import MoEConfig as MoEConfig
 from ep._src.moe.layer import MoE as MoE
 from ep._src.moe.losses import load_balancing_loss as load_balancing_loss
-from ep._src.moe.losses import router_entropy as router_entropy
 from ep._src.moe.losses import router_z_loss as router_z_loss
 from ep._src.moe.losses import (
   sequence_balancing_loss as sequence_balancing_loss,

@@ -91,8 +91,6 @@ def init_params(layer: ep.MoE):
   """Returns the parameters; arrays of "blocks" have a leading layer axis."""
   n, h, heads = FLAGS.layers, FLAGS.hidden, FLAGS.hidden // HEAD
   keys = jax.random.split(jax.random.key(0), 5)
-  slots = layer.num_expert_slots
-  init = functools.partial(ep.moe.init, config=layer.config, num_slots=slots)
 
   def normal(key, *shape):
     return jax.random.normal(key, shape) * h**-0.5
@@ -102,7 +100,7 @@ def init_params(layer: ep.MoE):
     "blocks": {
       "qkv": normal(keys[1], n, 3, h, heads, HEAD),
       "out": normal(keys[2], n, heads, HEAD, h),
-      "moe": jax.vmap(init)(jax.random.split(keys[3], n)),
+      "moe": jax.vmap(layer.init)(jax.random.split(keys[3], n)),
     },
     "unembed": normal(keys[4], h, ranks.VOCABULARY),
   }

@@ -27,7 +27,7 @@ from oracle import make_oracle
 
 HIDDEN, INNER, SHARED = 32, 8, 4
 BIAS = np.linspace(-0.2, 0.2, E, dtype=np.float32)
-LOSSES = {"aux_loss": 0.1, "z_loss": 0.01, "entropy": 0.02}
+LOSSES = {"aux_loss": 0.1, "z_loss": 0.01}
 
 
 def unit(x):
@@ -129,7 +129,6 @@ ROWS = {
       activation=unit,
       biases=True,
       shared_inner=SHARED,
-      overlap=False,
     )
   ),
   "chunk": Row(
@@ -364,7 +363,6 @@ def formula(row, config, params, x, ct, mask, ids, kept):
   metrics |= dict(
     aux_loss=balance(logits, idx, score=config.score, mask=mask),
     z_loss=ep.router_z_loss(logits, mask=mask),
-    entropy=ep.router_entropy(logits, mask=mask),
     load=chosen.sum((0, 1)),
     drops=(chosen * (1 - kept.reshape(-1, K, 1))).sum((0, 1)),
   )

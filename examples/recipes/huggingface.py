@@ -84,7 +84,7 @@ _IMPLEMENTED = {
   "hidden_act": "silu",
   "scoring_func": "sigmoid",
   "topk_method": "noaux_tc",
-  "router_jitter_noise": 0.0,  # multiplies tokens; ep's jitter changes logits
+  "router_jitter_noise": 0.0,
 }
 
 

@@ -37,9 +37,6 @@ from layer_table import (
 
 NARROW = jnp.bfloat16
 
-# test_jitter holds these options, whose results are random.
-WITHOUT_ROW = {"jitter", "key"}
-
 
 def test_every_option_has_a_row():
   options = {f.name for f in dataclasses.fields(ep.MoEConfig)}
@@ -49,7 +46,7 @@ def test_every_option_has_a_row():
   rows = {n for row in ROWS.values() for n in row.options}
   rows |= {row.ids for row in ROWS.values()}
   rows |= {"state", "placement", "pad"}  # has_state, is_placed, pad
-  assert options - sizes - columns - WITHOUT_ROW == rows - {None}
+  assert options - sizes - columns == rows - {None}
 
 
 def check(row, got, want, what, tolerance=None):
@@ -442,26 +439,3 @@ def test_gradients_of_each_example():
     )
     of_one = jax.tree.map(lambda a, i=i: np.asarray(a[i]), got)
     check_all("plain", of_one, expected("plain", one))
-
-
-@of_one_process
-def test_jitter():
-  """Another key and another rank get other weights, also of forced choices."""
-  setup, data = Setup("input", jitter=0.3), data_of("input")
-  data = dataclasses.replace(
-    data,
-    x=np.ones_like(data.x),
-    ids=np.broadcast_to(data.ids[0, 0], data.ids.shape),
-  )
-  params, x, _, _, ids = setup.put(data, setup.placement(), None)
-
-  @jit_quickly
-  def run(key):
-    y, _ = setup.layer(
-      params, x, forced_idx=ids, key=key, placement=setup.placement()
-    )
-    return y
-
-  first, second = map(run, jax.random.split(jax.random.key(0)))
-  of_ranks = np.split(np.concatenate([first, second]), 8)
-  assert len({part.tobytes() for part in of_ranks}) == 8

@@ -23,7 +23,6 @@ LOSSES = {
   ),
   "sequence": functools.partial(ep.sequence_balancing_loss, score="sigmoid"),
   "z": lambda logits, _, **options: ep.router_z_loss(logits, **options),
-  "entropy": lambda logits, _, **options: ep.router_entropy(logits, **options),
 }
 
 
@@ -79,7 +78,6 @@ def _expected(logits, idx, mask):
     "load_sqrtsoftplus": _imbalance(np.sqrt(np.log1p(np.exp(kept))), idx[mask]),
     "sequence": np.mean(sequences),
     "z": np.mean(np.log(np.exp(kept).sum(-1)) ** 2),
-    "entropy": np.mean(-(soft * np.log(soft)).sum(-1)),
   }
 
 

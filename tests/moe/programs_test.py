@@ -59,7 +59,7 @@ def arrays(layer, *lead):
 @pytest.mark.parametrize(
   "mesh, options",
   [
-    (SMALL, dict(balance="sequence", score="sigmoid", overlap=False)),
+    (SMALL, dict(balance="sequence", score="sigmoid")),
     (SMALL, dict(deterministic=True)),
     (SMALL, dict(token_chunks=2, wire="mxfp8", **FAIR)),
     (LARGE, dict(token_chunks=4)),
@@ -353,17 +353,9 @@ BESIDE = dict(
   ep_combine_bwd=(0, 2, 4),
   ep_dispatch_bwd=(1, 5, 0),
 )
-APART = dict(
-  ep_dispatch=(0, 0, 3),
-  ep_combine=(0, 0, 3),
-  ep_combine_bwd=(3, 3, 0),
-  ep_dispatch_bwd=(3, 3, 0),
-)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_each_half_is_beside_an_exchange(on_gpus, overlap):
-  config = dataclasses.replace(SHARED, overlap=overlap)
-  for op, places in (BESIDE if overlap else APART).items():
-    body = bodies(config)[op.endswith("bwd")]
+def test_each_half_is_beside_an_exchange(on_gpus):
+  for op, places in BESIDE.items():
+    body = bodies(SHARED)[op.endswith("bwd")]
     assert body.places(op, body.products()) == places

@@ -155,25 +155,6 @@ def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
   np.testing.assert_array_equal(gradient[3], np.zeros(E))
 
 
-def test_jitter_multiplies_each_logit_by_another_number():
-  logits, key = jnp.ones((64, E)), jax.random.key(0)
-  idx = jnp.tile(jnp.arange(E), (64, 1))
-  _, weights = _route(
-    logits,
-    E,
-    score="sigmoid",
-    normalize=False,
-    jitter=0.25,
-    key=key,
-    forced_idx=idx,
-  )
-  noise = np.log(weights) - np.log1p(-np.asarray(weights))
-  assert 0.75 <= noise.min() < 0.76 and 1.24 < noise.max() <= 1.25001
-  assert len(np.unique(noise)) > 400
-  plain = _route(logits, K, key=key)
-  np.testing.assert_array_equal(plain[1], _route(logits, K)[1])
-
-
 def test_the_choice_equals_lax_top_k():
   """The order includes ties, signed zeros, denormals, infinities and NaNs."""
   rng = np.random.default_rng(0)
@@ -205,7 +186,7 @@ def test_ids_are_distinct_whatever_the_logits_are():
     assert np.isnan(weights).all()
 
 
-def _sharded_route(x, mask, cotangent, key):
+def _sharded_route(x, mask, cotangent):
   """Returns choices, weights and the gradient of weights, with many options."""
   (weights, idx), vjp = jax.vjp(
     lambda x: ep.route_topk(
@@ -216,8 +197,6 @@ def _sharded_route(x, mask, cotangent, key):
       mask=mask,
       num_groups=4,
       top_groups=2,
-      jitter=0.1,
-      key=jax.random.wrap_key_data(key),
     )[::-1],
     x,
   )
@@ -230,14 +209,11 @@ def test_routing_is_sharded_as_the_logits_are(axis_type):
   """In the global view, the router and its gradient do not communicate."""
   mesh, spec = make_mesh({"dp": 2, "ep": 2}, (axis_type,) * 2), P("dp", "ep")
   logits, mask = logits_of(4, 6), np.arange(24).reshape(4, 6) % 5 > 0
-  key = np.uint32([0, 1])
-  args = logits, mask, np.asarray(logits_of(4, 6)[..., :K]), key
-  sharded = [to_global(x, mesh, spec) for x in args[:3]]
+  args = logits, mask, np.asarray(logits_of(4, 6)[..., :K])
+  sharded = [to_global(x, mesh, spec) for x in args]
   with jax.set_mesh(mesh):
-    program = (
-      jax.jit(_sharded_route).lower(*sharded, to_global(key, mesh)).compile()
-    )
-    got = program(*sharded, to_global(key, mesh))
+    program = jax.jit(_sharded_route).lower(*sharded).compile()
+    got = program(*sharded)
   ep.assert_no_hidden_collectives(program)
   expected = jit_quickly(_sharded_route)(*args)
   assert_shards_equal(got[0], expected[0])

@@ -86,7 +86,7 @@ def losses(logits: jax.Array, topk_idx: jax.Array) -> jax.Array:
   loss = ep.load_balancing_loss(logits, topk_idx, axis_name=("dp", "ep"))
   assert_type(loss, jax.Array)
   loss += ep.sequence_balancing_loss(logits, topk_idx, score="sigmoid")
-  return loss + ep.router_z_loss(logits) - ep.router_entropy(logits)
+  return loss + ep.router_z_loss(logits)
 
 
 def layers(

@@ -26,7 +26,6 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
 from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
 from jax.experimental import io_callback as io_callback
-from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.extend.core import Literal as Literal
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad

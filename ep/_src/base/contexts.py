@@ -6,8 +6,6 @@ The value of each context is part of the key of `jax.jit`'s caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent import futures
 import contextlib
 import os
 
@@ -64,15 +62,3 @@ def tail(asked: str) -> str:
   if asked == "zero" or jax.debug_nans.value or jax.debug_infs.value:
     return "zero"
   return "nan" if _checked.value else asked
-
-
-def failure_outside(fn: Callable[[], object]) -> str | None:
-  """Calls `fn` in another thread, which has none of JAX's contexts.
-
-  Returns the first line of the error that `fn` raises, or None.
-  """
-  with futures.ThreadPoolExecutor(1) as pool:
-    error = pool.submit(fn).exception()
-  if error is None:
-    return None
-  return f"{type(error).__name__}: {error}".partition("\n")[0]

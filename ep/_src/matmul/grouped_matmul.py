@@ -67,9 +67,9 @@ def grouped_matmul(
     matrices: `[L, F, G]`, of the dtype of `rows`.
     group_sizes: int32 `[L]`, not negative, of a sum up to C.
     implementation: None, the default of the platform; a name, "tiles",
-      "ragged_dot", "megablox" (TPUs) or "mgpu" (NVIDIA GPUs); or a function
-      with the arguments lhs, rhs and group_sizes of `jax.lax.ragged_dot`, such
-      as `tokamax.ragged_dot`. The function must be linear in the matrices, have
+      "ragged_dot" or "mgpu" (NVIDIA GPUs); or a function with the arguments
+      lhs, rhs and group_sizes of `jax.lax.ragged_dot`, such as
+      `tokamax.ragged_dot`. The function must be linear in the matrices, have
       reverse mode in them, and close over no traced value. It may leave rows
       after the last slab unwritten. Only a default keeps all that this
       docstring promises: a gradient of matrices is rounded to the dtype of the

@@ -18,12 +18,10 @@ from ep._src.matmul import on_cuda, on_tpu, tiles
 from ep._src.matmul.by_function import ByFunction, RAGGED_DOT
 from ep._src.native import ffi
 
-Name = Literal["tiles", "ragged_dot", "megablox", "mgpu"]
+Name = Literal["tiles", "ragged_dot", "mgpu"]
 # None is the platform's default. A function takes lhs, rhs and group_sizes, as
 # `lax.ragged_dot` does.
 Implementation = Name | Callable[..., jax.Array] | None
-
-_HOSTS = {"mgpu": ("cuda", "an NVIDIA GPU"), "megablox": ("tpu", "a TPU")}
 
 
 def check(what: str, implementation: Any) -> None:
@@ -75,21 +73,13 @@ def choose(
     return tiles
   if implementation == "ragged_dot":
     return RAGGED_DOT
-  start = f'grouped_matmul: implementation = "{implementation}"'
-  wanted, kind = _HOSTS[implementation]
-  if platform != wanted:
+  if platform != "cuda":
     raise ValueError(
-      f"{start} is for {kind}, and this program is for {platform}; pass"
-      " implementation=None for the default of each platform."
+      'grouped_matmul: implementation = "mgpu" is for an NVIDIA GPU, and this'
+      f" program is for {platform}; pass implementation=None for the default of"
+      " each platform."
     )
-  if implementation == "mgpu":
-    return on_cuda.choose(device, rows, matrices, is_gradient, named=True)
-  if not on_tpu.takes(rows, matrices.shape):
-    raise ValueError(
-      f"{start} takes bfloat16 and float32, not {rows.dtype}; convert the rows,"
-      " or pass implementation=None."
-    )
-  return on_tpu
+  return on_cuda.choose(device, rows, matrices, is_gradient, named=True)
 
 
 def default_of(device: Any) -> str:

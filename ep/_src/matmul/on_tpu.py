@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls and functions of rows on TPUs.
+"""Grouped matmuls on TPUs: megablox, Pallas kernels in JAX's wheel.
 
-Grouped matmuls run megablox, Pallas kernels in JAX's wheel. Their functions are
-the same as in tiles.py. The kernels visit only tiles with used rows, and
-need row counts that their tile divides: other arrays are padded.
-
-A function of rows runs in the kernel of tpu_row_map.py, if this JAX lowers it,
-or else over all rows.
+The functions are the same as in tiles.py. The kernels visit only tiles with
+used rows, and need row counts that their tile divides: other arrays are padded.
 
 TPUs round float32 operands to bfloat16, unless `jax.default_matmul_precision`
 says otherwise.
@@ -14,7 +10,7 @@ says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import functools
 import logging
@@ -24,7 +20,6 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from ep._src.base import contexts
 from ep._src.matmul.unwritten_rows import cut
 
 _logger = logging.getLogger("ep")
@@ -153,50 +148,6 @@ def _modes(rows: Array) -> Iterator[None]:
     precision = contextlib.nullcontext()
   with jax.numpy_dtype_promotion("standard"), precision:
     yield
-
-
-def row_map(
-  fn: Callable[..., Any], arrays: Sequence[Any], in_place: bool
-) -> Callable[..., Sequence[jax.Array]] | None:
-  """Returns `map_rows` of tpu_row_map.py, or None; logs the choice.
-
-  Args:
-    fn: the function of rows.
-    arrays: the shapes and dtypes of its arguments.
-    in_place: see `tpu_row_map.map_rows`.
-  """
-  obstacle = _obstacle(fn, tuple((x.shape, x.dtype) for x in arrays))
-  shapes = ", ".join(f"{x.dtype}{[*x.shape]}" for x in arrays)
-  if obstacle is None:
-    _log(f"a function of rows {shapes} runs a kernel of Pallas")
-    return functools.partial(_kernel(), in_place=in_place)
-  _log(f"a function of rows {shapes} runs over all rows, because {obstacle}")
-  return None
-
-
-def _kernel() -> Callable[..., Any]:
-  # Imported late, because tpu_row_map.py imports Pallas.
-  from ep._src.matmul import tpu_row_map
-
-  return tpu_row_map.map_rows
-
-
-@functools.lru_cache
-def _obstacle(fn: Callable[..., Any], types: Sequence[Any]) -> str | None:
-  """Lowers the kernel; returns why it fails, or None."""
-  if any(len(shape) > 2 or 0 in shape for shape, _ in types):
-    return "the kernel takes arrays [C, F] and [C] with rows"
-  if any(dtype.itemsize != 4 and dtype not in _DTYPES for _, dtype in types):
-    return "the kernel takes bfloat16 and types of 32 bits"
-  arrays = [jax.ShapeDtypeStruct(*t) for t in types]
-  num_used = jax.ShapeDtypeStruct((), jnp.int32)
-  run = jax.jit(lambda num_used, *arrays: _kernel()(fn, num_used, arrays))
-  reason = contexts.failure_outside(
-    lambda: run.trace(num_used, *arrays).lower(lowering_platforms=("tpu",))
-  )
-  if reason is None:
-    return None
-  return f"JAX {jax.__version__} does not lower the kernel: {reason}"
 
 
 _log = functools.cache(_logger.info)  # once for each message

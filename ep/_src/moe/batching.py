@@ -163,17 +163,12 @@ def padded(
     outs, summary = run(arrays, others, token_shape, padding)
     if padding.count is not None:
       outs = padding.remove(outs)
-    return like(outs, tokens[0]), summary
+    sharding = jax.typeof(tokens[0]).sharding  # along Explicit axes
+    with jax.named_scope("ep_reshard"):
+      outs = views.resharded(sharding.mesh, sharding.spec, outs)
+    return outs, summary
 
   return call
-
-
-def like(array: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Returns an array with the sharding of the tokens along Explicit axes."""
-  sharding = jax.typeof(tokens).sharding
-  with jax.named_scope("ep_reshard"):
-    array = views.resharded(sharding.mesh, sharding.spec, array)
-  return array
 
 
 def _whole(array: jax.Array) -> jax.Array:

@@ -34,7 +34,6 @@ _CHECKS: dict[str, arguments.Check] = {
   "biases": arguments.flag,
   "router_bias": arguments.flag,
   "normalize": arguments.flag,
-  "overlap": arguments.flag,
   "deterministic": arguments.flag,
   "tp_axis": arguments.optional(arguments.string),
   "fsdp_axis": arguments.optional(arguments.string),
@@ -84,7 +83,7 @@ class MoEConfig(NotCopied):
       experts; "early", the inputs of `w_down`, where only rounding differs;
       "input", the inputs of experts, as in Llama 4, whose outputs are then
       summed without weights.
-    score, normalize, scale, jitter: as in `ep.route_topk`.
+    score, normalize, scale: as in `ep.route_topk`.
     num_groups, top_groups, group_best: as in `ep.route_topk`.
     balance: the loss in `Metrics.aux_loss`: of a whole "batch"
       (`ep.load_balancing_loss`), or of each "sequence", the last axis but one
@@ -105,8 +104,6 @@ class MoEConfig(NotCopied):
     wire: the fp8 format in which dispatch sends tokens, and the backward pass
       sends gradients to experts: "mxfp8" or "fp8_block128", as in
       `ep.EpLayerConfig`. `hidden` is then a multiple of 32 or 128.
-    overlap: whether the shared experts run while rows are exchanged, if the
-      backend can do both in parallel; otherwise they run after combine.
     tp_axis: a mesh axis over which inner sizes are split. It is no token axis
       of the group: its ranks hold the same tokens.
     fsdp_axis: a mesh axis over which matrices are also split, and gathered
@@ -143,7 +140,6 @@ class MoEConfig(NotCopied):
   score: router.Score = "softmax"
   normalize: bool = True
   scale: float = 1.0
-  jitter: float = 0.0
   num_groups: int = 1
   top_groups: int = 1
   group_best: int = 2
@@ -153,7 +149,6 @@ class MoEConfig(NotCopied):
   drop_by: Literal["slot", "fair"] | None = None
   token_chunks: int = 1
   wire: Literal["mxfp8", "fp8_block128"] | None = None
-  overlap: bool = True
   tp_axis: str | None = None
   fsdp_axis: str | None = None
   deterministic: bool = False

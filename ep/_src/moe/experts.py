@@ -212,13 +212,11 @@ class SharedExpert:
     experts: the network of an expert.
     params: shared_up, shared_down, and shared_gate if there are gates.
     mask: bool [...]; the output is 0 where it is False.
-    overlap: whether the shared expert may run while rows are exchanged.
   """
 
   experts: Experts
   params: Mapping[str, jax.Array]
   mask: jax.Array | None = None
-  overlap: bool = True
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return self.output(self.hidden(x))
@@ -258,9 +256,9 @@ def round_trip(
   """Sends tokens to their experts and sums the outputs.
 
   `routing` is of these tokens, and `sizes.tail` is unspecified. The output of
-  the shared expert is added. With `shared.overlap`, XLA may run `shared.hidden`
-  during dispatch and `shared.output` during combine, and their gradients during
-  the gradient of the same exchange.
+  the shared expert is added. XLA may run `shared.hidden` during dispatch and
+  `shared.output` during combine, and their gradients during the gradient of the
+  same exchange.
   """
   by_source = None
   if experts.deterministic:
@@ -270,9 +268,8 @@ def round_trip(
   )
   exchange = routing.mem, routing.group_sizes
   rows, row_weights = dispatch.of_rank(sizes, *exchange, tokens, topk_weights)
-  beside = shared if shared is not None and shared.overlap else None
-  if beside is not None:
-    rows, hidden = _together(rows, beside.hidden(tokens))
+  if shared is not None:
+    rows, hidden = _together(rows, shared.hidden(tokens))
   with jax.named_scope("experts"):
     if experts.weigh == "input":
       rows = map_used_rows(weighted, routing.group_sizes, rows, row_weights)
@@ -285,16 +282,13 @@ def round_trip(
     # shared expert.
     rows = map_used_rows(weighted, routing.group_sizes, rows, weights)
     weights = None
-  if beside is not None:
+  if shared is not None:
     rows, hidden = _together(rows, hidden)
   out: jax.Array = combine.of_rank(
     sizes, tokens.shape[:-1], *exchange, rows, weights
   )
   if shared is None:
     return out
-  if beside is None:
-    out, tokens = _together(out, tokens)
-    return out + shared(tokens)
   # XLA would fuse the sum with the last product, which would wait for `out`.
   out, of_shared = _together(out, shared.output(hidden))
   return out + of_shared

@@ -31,7 +31,7 @@ from ep._src.ops.views import mapped, REPLICATED, TOKENS
 
 def _inputs(sizes: Sizes, config: MoEConfig) -> list[Any]:
   specs = parameters.specs_of(config, sizes.group.axis_name)
-  return [TOKENS] * 4 + [specs] + [REPLICATED] * 3
+  return [TOKENS] * 4 + [specs] + [REPLICATED] * 2
 
 
 @mapped(_inputs, (TOKENS, REPLICATED), is_layer=True)
@@ -44,7 +44,6 @@ def of_rank(
   captured_idx: jax.Array | None,
   params: Mapping[str, jax.Array],
   bias: jax.Array | None,
-  key: jax.Array | None,
   placement: Placement | None,
 ) -> tuple[jax.Array, losses.Metrics]:
   """Applies `ep.MoE` to one rank's tokens, with the rank's parameter shards."""
@@ -56,7 +55,7 @@ def of_rank(
   x = x if mask is None else jnp.where(mask[..., None], x, 0)
   with jax.named_scope("route"):
     logits, topk_idx, topk_weights = _route(
-      sizes, config, params, x, mask, forced_idx, captured_idx, bias, key
+      sizes, config, params, x, mask, forced_idx, captured_idx, bias
     )
     as_written = placement is None and config.token_chunks == 1
     as_written &= sizes.group.num_experts == config.num_experts
@@ -81,7 +80,7 @@ def of_rank(
     held = jnp.asarray(placement.experts)[held]
   shared = None
   if config.shared_inner:
-    shared = SharedExpert(config.experts, params, mask, config.overlap)
+    shared = SharedExpert(config.experts, params, mask)
   y, routing = through_experts(
     sizes, config.experts, experts, x_inner, ids, topk_weights, shared
   )
@@ -105,7 +104,6 @@ def _route(
   forced_idx: jax.Array | None,
   captured_idx: jax.Array | None,
   bias: jax.Array | None,
-  key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the router's logits, and the choices and weights of the tokens."""
   logits = jnp.matmul(
@@ -116,13 +114,11 @@ def _route(
   if config.router_bias:
     router_bias = params["router_bias"].astype(jnp.float32)
     logits += jnp.broadcast_to(router_bias, logits.shape)
-  if key is not None:
-    key = jax.random.fold_in(key, lax.axis_index(sizes.group.token_axes))
   forced_idx, captured_idx = jax.tree.map(
     arrays.int32, (forced_idx, captured_idx)
   )
   topk_idx, topk_weights = router.choose(
-    config.rule, logits, bias, mask, forced_idx, captured_idx, key
+    config.rule, logits, bias, mask, forced_idx, captured_idx
   )
   # `forced_idx` may be a constant, which does not vary over ranks.
   (topk_idx,) = compat.vary_together(topk_idx, axes=sizes.group.token_axes)

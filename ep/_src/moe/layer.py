@@ -84,11 +84,7 @@ class MoE:
     name: str | None = None,
     **options: Any,
   ) -> None:
-    if not isinstance(config, MoEConfig):
-      raise TypeError(
-        f"MoE: config is a {type(config).__name__}, but an ep.MoEConfig is"
-        " expected."
-      )
+    parameters.check_config("MoE", config)
     if isinstance(where, EpGroup):
       if options:
         raise TypeError(
@@ -127,15 +123,16 @@ class MoE:
     Call it in every process of the mesh; each device creates only its part.
     `jax.vmap` over keys creates stacked layers.
     """
-    mesh = self.group.mesh
+    mesh, specs = self.group.mesh, parameters.partition_specs(self.config)
     shardings = {n: NamedSharding(mesh, s) for n, s in self.specs().items()}
-    init = jax.jit(
-      parameters.init, static_argnums=(1, 2, 3), out_shardings=shardings
-    )
     dtype = arrays.dtype("MoE.init", "dtype", dtype)
-    params: dict[str, jax.Array] = init(
-      key, self.config, dtype, self.num_expert_slots
-    )
+
+    @functools.partial(jax.jit, out_shardings=shardings)
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+      params = parameters.init(key, self.config, dtype)
+      return parameters.with_slots(params, specs, self.num_expert_slots)
+
+    params: dict[str, jax.Array] = init(key)
     return params
 
   def init_state(self) -> State:
@@ -163,7 +160,6 @@ class MoE:
     mask: jax.Array | None = None,
     forced_idx: jax.Array | None = None,
     captured_idx: jax.Array | None = None,
-    key: jax.Array | None = None,
     pad: bool = False,
     placement: Placement | None = None,
   ) -> tuple[jax.Array, Metrics]:
@@ -208,8 +204,6 @@ class MoE:
       captured_idx: int [..., K] or None, the experts that an inference engine
         captured, checked like `forced_idx`. Tokens with an id of -1 were not
         captured: they visit the experts that the layer's router chooses.
-      key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
-        folds its number into the key.
       pad: whether, in the global view, the first axis of x may be no multiple
         of the number of ranks, as in `moe_layer`. Then the layer adds masked
         tokens, y is replicated, and `Metrics.aux_loss` is the loss of the
@@ -247,12 +241,10 @@ class MoE:
     if placement is not None:
       _check_placement(op, group, placement)
     _check_tokens(op, config, x, bias, mask, forced_idx, captured_idx)
-    config.rule.check_call(
-      op, config.num_experts, key, forced_idx, captured_idx
-    )
+    config.rule.check_call(op, config.num_experts, forced_idx, captured_idx)
     run = batching.padded(view, "x", _FILLS, functools.partial(self._run, view))
     tokens = x, mask, forced_idx, captured_idx
-    others = dict(params), bias, key, placement
+    others = dict(params), bias, placement
     return batching.examples(run, tokens, others, pad)
 
   def _run(

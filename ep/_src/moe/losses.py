@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses and entropy of the router, and the metrics of a layer.
+"""Losses of the router, and the metrics of a layer.
 
 A loss is a mean over tokens, or over sequences. Given the mesh axes of the
 ranks, it is the loss of the whole batch, equal on every rank.
@@ -150,32 +150,6 @@ def router_z_loss(
   return _logit_size(logits, mask).over(axis_name, psum)
 
 
-def router_entropy(
-  logits: jax.Array,
-  *,
-  mask: jax.Array | None = None,
-  axis_name: _Axes = (),
-  psum: _Psum = lax.psum,
-) -> jax.Array:
-  """Returns the mean over tokens of the entropy of their softmax scores.
-
-  It is in nats: from 0, if one expert has all of a token's score, to log(E), if
-  its scores are equal.
-
-  Args:
-    logits: `[..., E]`, any float dtype; -inf excludes an expert.
-    mask, axis_name, psum: as in `load_balancing_loss`.
-
-  Returns:
-    A float32 scalar.
-
-  Raises:
-    ValueError, TypeError: as in `load_balancing_loss`.
-  """
-  router.check_logits("router_entropy", logits, mask)
-  return _score_entropy(logits, mask).over(axis_name, psum)
-
-
 def _checked(
   op: str,
   logits: jax.Array,
@@ -225,15 +199,6 @@ def _logit_size(logits: jax.Array, mask: jax.Array | None) -> _Terms:
   """Returns the terms of `router_z_loss`."""
   logits = router.masked_float32(logits, mask)
   return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask)
-
-
-def _score_entropy(logits: jax.Array, mask: jax.Array | None) -> _Terms:
-  """Returns the terms of `router_entropy`."""
-  logits = router.masked_float32(logits, mask)
-  logs = jax.nn.log_softmax(logits)
-  scores = jnp.exp(logs)
-  terms = scores * jnp.where(scores > 0, logs, 0.0)
-  return _mean(-terms.sum(axis=-1), mask)
 
 
 def _per_token(
@@ -295,8 +260,6 @@ class Metrics(NamedTuple):
     aux_loss: float32 [], the balancing loss; 1 if the load is even. It has a
       gradient, like `z_loss`.
     z_loss: float32 [], the mean of `logsumexp(logits)**2`.
-    entropy: float32 [], the mean entropy of the softmax of a token's logits, in
-      nats. Near log E the router is undecided, near 0 it is always certain.
     drops: int32 [E], dropped choices of each expert.
     max_rank_rows: int32 [], the rows of the busiest rank, including dropped
       ones.
@@ -307,7 +270,6 @@ class Metrics(NamedTuple):
   load: jax.Array
   aux_loss: jax.Array
   z_loss: jax.Array
-  entropy: jax.Array
   drops: jax.Array
   max_rank_rows: jax.Array
   fault: jax.Array
@@ -354,7 +316,6 @@ def measure(
   terms = dict(
     aux_loss=_BALANCE[config.balance](logits, topk_idx, config.score, mask),
     z_loss=_logit_size(logits, mask),
-    entropy=_score_entropy(logits, mask),
   )
   # With one vector of sums, XLA would round differently in the local and the
   # global view. So a deterministic layer sums one array after another.

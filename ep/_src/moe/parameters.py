@@ -25,7 +25,6 @@ def init(
   key: jax.Array,
   config: MoEConfig,
   dtype: DTypeLike = jnp.float32,
-  num_slots: int | None = None,
 ) -> dict[str, jax.Array]:
   """Returns new parameters of a MoE layer, as one flat dictionary.
 
@@ -45,28 +44,17 @@ def init(
     key: a key of `jax.random`.
     config: the configuration of the layer.
     dtype: a float dtype, for all parameters but the router.
-    num_slots: the length of the axis of experts, such as `MoE.num_expert_slots`
-      (see `with_slots`); None is E.
 
   Raises:
     TypeError: the dtype is no float dtype, or the config no `ep.MoEConfig`.
-    ValueError: there are fewer slots than experts.
   """
-  _check_config("ep.moe.init", config)
+  check_config("ep.moe.init", config)
   dtype = arrays.dtype("ep.moe.init", "dtype", dtype)
   if not jnp.issubdtype(dtype, jnp.floating):
     raise TypeError(
       f"ep.moe.init: dtype = {dtype}, but parameters are drawn as floats; pass"
       " a dtype such as jnp.bfloat16."
     )
-  if num_slots is not None:
-    num_slots = arguments.integer("ep.moe.init", "num_slots", num_slots)
-  arguments.check(
-    num_slots is None or num_slots >= config.num_experts,
-    "ep.moe.init",
-    f"num_slots = {num_slots}, but there are {config.num_experts} experts; pass"
-    " MoE.num_expert_slots.",
-  )
   params = {}
   for i, (name, (shape, _)) in enumerate(_parameters(config).items()):
     kind = jnp.float32 if name.startswith("router") else dtype
@@ -75,9 +63,7 @@ def init(
       continue
     draw = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)
     params[name] = (draw / math.sqrt(shape[-2])).astype(kind)
-  if num_slots is None:
-    return params
-  return with_slots(params, partition_specs(config), num_slots)
+  return params
 
 
 def partition_specs(
@@ -98,7 +84,7 @@ def partition_specs(
     ValueError, TypeError: an argument has a wrong type, or `lead` is negative.
   """
   what = "ep.moe.partition_specs"
-  _check_config(what, config)
+  check_config(what, config)
   axis_name = arguments.string(what, "axis_name", axis_name)
   lead = arguments.integer(what, "lead", lead)
   arguments.check(
@@ -185,7 +171,8 @@ def with_slots(
   return fitted
 
 
-def _check_config(what: str, config: MoEConfig) -> None:
+def check_config(what: str, config: MoEConfig) -> None:
+  """Raises `TypeError` unless `config` is a `MoEConfig`."""
   if not isinstance(config, MoEConfig):
     raise TypeError(
       f"{what}: config is a {type(config).__name__}, but an ep.MoEConfig is"

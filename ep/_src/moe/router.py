@@ -29,7 +29,6 @@ class Rule(NamedTuple):
   score: Score
   normalize: bool
   scale: Any  # a number, or an array
-  jitter: float
   num_groups: int
   top_groups: int
   group_best: int
@@ -39,12 +38,6 @@ class Rule(NamedTuple):
     top_k, num_groups, top_groups = self.top_k, self.num_groups, self.top_groups
     for name in ("num_groups", "top_groups", "group_best"):
       arguments.integer(op, name, getattr(self, name))
-    arguments.check(
-      0 <= arguments.number(op, "jitter", self.jitter) < 1,
-      op,
-      f"jitter = {self.jitter}; it must be at least 0 and less than 1, such as"
-      " 0.01.",
-    )
     arguments.check(
       num_groups >= 1 and num_experts % num_groups == 0,
       op,
@@ -75,19 +68,13 @@ class Rule(NamedTuple):
     self,
     op: str,
     num_experts: int,
-    key: jax.Array | None,
     forced_idx: jax.Array | None,
     captured_idx: jax.Array | None,
   ) -> None:
-    """Raises `ValueError` without a needed key, or with two kinds of ids.
+    """Raises `ValueError` if there are two kinds of ids.
 
     Warns if every choice has the same weight.
     """
-    if self.jitter and key is None:
-      raise ValueError(
-        f"{op}: jitter = {self.jitter} needs random numbers; pass"
-        " key=jax.random.key(...), another one in each step and layer."
-      )
     arguments.check(
       forced_idx is None or captured_idx is None,
       op,
@@ -118,8 +105,6 @@ def route_topk(
   group_best: int = 2,
   forced_idx: jax.Array | None = None,
   captured_idx: jax.Array | None = None,
-  jitter: float = 0.0,
-  key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Chooses `top_k` experts for each token, and their weights.
 
@@ -176,21 +161,13 @@ def route_topk(
       replaying its routing. A token with an id of -1 was not captured: this
       router chooses all of its experts. Not with `forced_idx`, where -1 is no
       expert. `ep_prepare` checks the ids.
-    jitter: with j > 0, each logit is first multiplied by a random number,
-      uniform in [1 - j, 1 + j), so that tokens explore (the noise of Fedus et
-      al., "Switch Transformers", arXiv 2101.03961, and Zoph et al., "ST-MoE",
-      arXiv 2202.08906, whose implementations multiply the input of the router
-      instead). At least 0 and less than 1; 0 is no noise.
-    key: `jax.random.key`, for `jitter`. In `jax.shard_map`, fold the rank in,
-      or all ranks draw the same numbers.
 
   Returns:
     `topk_idx` int32 `[..., K]`, distinct within a token, and `topk_weights`
     float32 `[..., K]`.
 
   Raises:
-    ValueError: `top_k`, `score`, a group, the jitter, the bias or a shape is
-      invalid.
+    ValueError: `top_k`, `score`, a group, the bias or a shape is invalid.
     TypeError: an argument has another type or dtype.
   """
   op = "route_topk"
@@ -217,19 +194,17 @@ def route_topk(
     )
     check_bias(op, "selection_bias", selection_bias)
   rule = Rule(
-    top_k, score, normalize, scale, jitter, num_groups, top_groups, group_best
+    top_k, score, normalize, scale, num_groups, top_groups, group_best
   )
   rule.check(op, num_experts)
-  rule.check_call(op, num_experts, key, forced_idx, captured_idx)
+  rule.check_call(op, num_experts, forced_idx, captured_idx)
   check_logits(op, logits, mask)
   choices = *logits.shape[:-1], top_k
   if forced_idx is not None:
     forced_idx = _ids(op, "forced_idx", forced_idx, choices)
   if captured_idx is not None:
     captured_idx = _ids(op, "captured_idx", captured_idx, choices)
-  return choose(
-    rule, logits, selection_bias, mask, forced_idx, captured_idx, key
-  )
+  return choose(rule, logits, selection_bias, mask, forced_idx, captured_idx)
 
 
 def choose(
@@ -239,14 +214,9 @@ def choose(
   mask: jax.Array | None,
   forced_idx: jax.Array | None,
   captured_idx: jax.Array | None,
-  key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
   """Does what `route_topk` does, for arguments that are checked already."""
   logits = masked_float32(logits, mask)
-  if rule.jitter and key is not None:
-    least, most = 1 - rule.jitter, 1 + rule.jitter
-    shape, dtype = logits.shape, logits.dtype
-    logits *= jax.random.uniform(key, shape, dtype, least, most)
   log_scores = LOG_SCORES[rule.score](logits)
   if forced_idx is not None:
     topk_idx = forced_idx

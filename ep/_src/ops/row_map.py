@@ -3,8 +3,7 @@
 
 A receive buffer has the capacity for the worst routing, but usually only few of
 its rows are used. `map_used_rows` and its derivatives read and write only the
-blocks of used rows: in a loop on CPUs, and on TPUs where there is a kernel
-(on_tpu.py). GPUs compute all rows.
+blocks of used rows, in a loop on CPUs. GPUs and TPUs compute all rows.
 
 The functions bind one primitive, whose parameter is a function of blocks. The
 tangent is the same primitive with the tangent function; the transpose has the
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 from ep._src.base import compat, contexts, primitive
 from ep._src.base.arrays import expanded, iota
 from ep._src.base.compat import ad
-from ep._src.matmul import on_tpu, unwritten_rows
+from ep._src.matmul import unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
 
 # The rows of a block. Larger blocks are not faster. An array of fewer rows is
@@ -72,20 +71,11 @@ def map_used_rows(
     return _map_all_rows(fn, num_used, is_padding, arrays)
   flat: Callable[..., Any] = _Flat(fn)
   if is_padding is not None:
-    arrays = is_padding, *_narrow_without(is_padding, arrays)
+    arrays = is_padding, *arrays
     flat = _OfTokens(flat)
   num_used, *arrays = compat.vary_together(num_used, *arrays)
   outs = _map_p.bind(num_used, *arrays, fn=flat, tail=contexts.tail(tail))
-  if is_padding is not None:
-    outs = _narrow_without(is_padding, outs)
   return jax.tree.unflatten(jax.tree.structure(types), outs)
-
-
-def _narrow_without(
-  is_padding: jax.Array, arrays: Sequence[jax.Array]
-) -> list[jax.Array]:
-  """Sets padding rows of arrays [C] to zero, which the kernels cannot do."""
-  return [x if x.ndim > 1 else jnp.where(is_padding > 0, 0, x) for x in arrays]
 
 
 def _map_all_rows(
@@ -161,10 +151,7 @@ class _OfTokens:
 
   def __call__(self, is_padding: jax.Array, *blocks: jax.Array) -> Any:
     def masked(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-      return [
-        x if x.ndim == 1 else jnp.where(repeated(is_padding, x) > 0, 0, x)
-        for x in arrays
-      ]
+      return [jnp.where(expanded(is_padding > 0, x.ndim), 0, x) for x in arrays]
 
     return masked(self.fn(*masked(blocks)))
 
@@ -228,29 +215,10 @@ def _replaced(
   return values
 
 
-def _lowering(map_rows: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a lowering to `map_rows(fn, num_used, arrays)`."""
-
-  def apply(
-    num_used: jax.Array, *arrays: jax.Array, fn: Callable[..., Any], tail: str
-  ) -> list[jax.Array]:
-    outs = map_rows(fn, num_used, arrays)
-    return [cut(out, num_used, tail) for out in outs]
-
-  return compat.lower_local(apply)
-
-
-_lower_to_all_rows = _lowering(lambda fn, num_used, arrays: fn(*arrays))
-
-
-def _lower_on_tpu(
-  ctx: Any, *operands: Any, fn: Callable[..., Any], tail: str
-) -> Any:
-  # The transpose is often the last reader of its operands: reuse their memory.
-  in_place = isinstance(fn, _Transposed)
-  kernel = on_tpu.row_map(fn, ctx.avals_in[1:], in_place)
-  lower = _lowering(kernel) if kernel else _lower_to_all_rows
-  return lower(ctx, *operands, fn=fn, tail=tail)
+def _apply_to_all_rows(
+  num_used: jax.Array, *arrays: jax.Array, fn: Callable[..., Any], tail: str
+) -> list[jax.Array]:
+  return [cut(out, num_used, tail) for out in fn(*arrays)]
 
 
 def _apply_by_blocks(
@@ -338,9 +306,8 @@ def _transpose(
 _map_p = primitive.new(
   "ep_map_used_rows",
   _types,
-  _lower_to_all_rows,
+  compat.lower_local(_apply_to_all_rows),
   on_cpu=compat.lower_local(_apply_by_blocks),
-  on_tpu=_lower_on_tpu,
   static=["fn", "tail"],
 )
 ad.primitive_jvps[_map_p] = _jvp
