@@ -15,8 +15,8 @@ import time
 from jax._src.lib import _jax
 import pytest
 
-from ep._src.base import processes
-from ep._src.group import meeting
+from ep._src.group import rendezvous
+from ep._src.native import processes
 
 TERMS = {f"field {n}": "x" * 40 for n in range(30)} | {"top_k": "2"}
 TIMEOUT_S = 60.0
@@ -69,7 +69,7 @@ class Store:
 def meetings(clients, timeout_s=TIMEOUT_S, folder="m/0"):
   members = range(len(clients))
   return [
-    meeting.Meeting("ep_test", c, folder, members, me, timeout_s)
+    rendezvous.Meeting("ep_test", c, folder, members, me, timeout_s)
     for me, c in enumerate(clients)
   ]
 
@@ -156,7 +156,7 @@ def differ(m):
 def test_all_processes_raise_the_error_of_one(
   clients, odd, act, error, words, monkeypatch
 ):
-  monkeypatch.setattr(meeting, "_PATIENT_S", 0.5)
+  monkeypatch.setattr(rendezvous, "_PATIENT_S", 0.5)
   timeout_s = 0.5 if act is stay_away else TIMEOUT_S
   every = meetings(clients, timeout_s)
 

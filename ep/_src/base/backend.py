@@ -29,7 +29,7 @@ class CannotServe(ValueError):
 class Join(Protocol):
   """A function that returns the results of `introduce` on a domain's processes.
 
-  Collective over the processes of the mesh; see group/agreement.py.
+  Collective over the processes of the mesh; see group/rendezvous.py.
   """
 
   def __call__(

@@ -14,7 +14,6 @@ are of the layer:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, compat
+from ep._src.base import arguments
 
 # The errors of failed programs. JAX chooses the class: usually a RuntimeError,
 # `jax.errors.JaxRuntimeError`. If a repeated call of a jitted function fails
@@ -185,30 +184,3 @@ def _labelled(
   label = np.array([top_k, num_experts, capacity], np.int32)
   label = np.concatenate([label, np.frombuffer(text, "<i4")])
   return jnp.concatenate([words, jnp.where(words[0] > 0, label, 0)])
-
-
-def fail_if(
-  failed: jax.Array,
-  fail: Callable[..., None],
-  *args: jax.Array,
-  can_raise: bool,
-) -> jax.Array:
-  """Raises an error from inside a jitted program that has no custom call.
-
-  If `failed`, which must be equal on all ranks, the program calls `fail` with
-  `args` as NumPy arrays, and `fail` raises. Returns 0, or 1 if `failed` and the
-  program cannot call Python. Later exchanges must depend on the result, so that
-  no rank waits for a failed rank.
-  """
-  if not can_raise:
-    return failed.astype(jnp.int32)
-  result = jax.ShapeDtypeStruct((), jnp.int32)
-  code: jax.Array = lax.cond(
-    failed,
-    lambda *args: compat.io_callback(
-      lambda *args: fail(*map(np.asarray, args)), result, *args
-    ),
-    lambda *_: jnp.int32(0),
-    *args,
-  )
-  return code

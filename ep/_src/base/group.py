@@ -322,11 +322,7 @@ class Sizes:
 
   @functools.cached_property
   def mem_bytes(self) -> int:
-    """The size of `EpHandle.mem`, in bytes.
-
-    Raises:
-      ValueError: the layer or the number of tokens exceeds a limit.
-    """
+    """The size of `EpHandle.mem`, in bytes; see `Connection.mem_bytes`."""
     try:
       return self.connection.mem_bytes(self)
     except ValueError as e:
@@ -438,13 +434,7 @@ class Connection:
       self._release()
 
   def raise_failures(self) -> None:
-    """Waits for the device, and raises a failure that no op has raised yet.
-
-    Collective with backends that may close the group here.
-
-    Raises:
-      ValueError, RuntimeError: the failure of an earlier op, once.
-    """
+    """Implements `EpGroup.raise_failures` of an open group."""
 
   def saw(self, carrier: jax.Array) -> None:
     """Keeps an array with a fault for `raise_failures`, if it has a value."""

@@ -32,7 +32,7 @@ from ep._src.base.group import (
   wait_for_programs,
 )
 from ep._src.base.layer import EpLayerConfig
-from ep._src.group import agreement, ending
+from ep._src.group import ending, rendezvous
 from ep._src.native.connection import close_released, released
 
 BACKENDS: dict[str, Backend] = {
@@ -89,7 +89,7 @@ def _check(group: EpGroup) -> Backend:
 
 
 def _connect(group: EpGroup) -> EpGroup:
-  connection = _check(group).connect(group, agreement.join)
+  connection = _check(group).connect(group, rendezvous.join)
   connected = connection.group.connected(connection)
   weakref.finalize(connected, connection.release).atexit = False
   return connected
@@ -241,7 +241,7 @@ def ep_bootstrap(
     exit_after_s=exit_after_s,
   )
   # Invalid arguments must not use up a serial number for a default name.
-  group = dataclasses.replace(group, name=agreement.group_name(mesh, name))
+  group = dataclasses.replace(group, name=rendezvous.group_name(mesh, name))
   return _connect(group) if backend else _connect_by_platform(group)
 
 
@@ -359,6 +359,6 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
     _check(new).check_sizes(new)
     return new
 
-  new = agreement.agree("ep_resize", group.connection.group, propose)
+  new = rendezvous.agree("ep_resize", group.connection.group, propose)
   ep_finalize(group)
   return _connect(new)

@@ -22,10 +22,10 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arrays, compat, primitive
+from ep._src.base import arrays, compat
 from ep._src.base.arguments import check
-from ep._src.base.compat import ad
-from ep._src.base.errors import fail_if
+from ep._src.base.compat import ad, fail_if
+from ep._src.lax import primitive
 
 _NAME = "ragged_all_to_all"
 

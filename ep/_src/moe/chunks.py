@@ -30,8 +30,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arguments, compat, primitive
+from ep._src.base import arguments, compat
 from ep._src.base.group import Sizes
+from ep._src.lax import primitive
 from ep._src.moe.experts import Experts, round_trip, SharedExpert
 from ep._src.ops.handle import Routing
 from ep._src.ops.prepare import prepare

@@ -15,11 +15,10 @@ from ep._src.base import (
   arrays,
   compat,
   errors,
-  primitive,
 )
-from ep._src.base.errors import fail_if
+from ep._src.base.compat import fail_if
 from ep._src.base.group import Sizes
-from ep._src.lax import ordered_sum
+from ep._src.lax import ordered_sum, primitive
 from ep._src.moe import losses, parameters, router
 from ep._src.moe.chunks import through_experts
 from ep._src.moe.config import MoEConfig

@@ -16,8 +16,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, arrays, compat, primitive
-from ep._src.base.errors import fail_if
+from ep._src.base import arguments, arrays, compat
+from ep._src.base.compat import fail_if
+from ep._src.lax import primitive
 from ep._src.ops.prepare import keep_routing
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]

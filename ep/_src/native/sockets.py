@@ -46,8 +46,7 @@ class Listener:
     """Raises `RuntimeError` if the process may open no more files."""
     with _errors_name("cannot listen for other processes"):
       self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-      while not _binds(self._socket, f"\0ep_ffi-{secrets.token_hex(16)}"):
-        pass
+      self._socket.bind(f"\0ep_ffi-{secrets.token_hex(16)}")
       self._socket.listen(socket.SOMAXCONN)
     self._accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
     self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -146,17 +145,6 @@ def connect(
       peer.close()
       raise
   return peer
-
-
-def _binds(listener: socket.socket, address: str) -> bool:
-  """Binds a socket; returns False if another one has the address."""
-  try:
-    listener.bind(address)
-  except OSError as e:
-    if e.errno != errno.EADDRINUSE:
-      raise
-    return False
-  return True
 
 
 def _connects(peer: socket.socket, address: str, deadline: float) -> bool:

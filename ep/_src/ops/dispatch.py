@@ -13,8 +13,8 @@ from ep._src.base import arrays, compat
 from ep._src.base.compat import ad
 from ep._src.base.group import Sizes
 from ep._src.ops import fp8_transport, primitives, quantizers
-from ep._src.ops.handle import EpHandle, opened
-from ep._src.ops.views import mapped, RANK, TOKENS
+from ep._src.ops.handle import EpHandle
+from ep._src.ops.views import mapped, opened, RANK, TOKENS
 
 
 @overload
