@@ -134,9 +134,15 @@ def _prepare(sizes: Sizes, idx: jax.Array) -> list[jax.Array]:
   )
   slabs = plans.make_slabs(sizes, start)
   needed = slabs.offset[:, -1]
-  most = sizes.C if sizes.overflow == "error" else None
-  label = sizes.name, sizes.K, sizes.E, sizes.C
-  fault = errors.fault_of_routing(wrong, configs[:, 0], needed, most, *label)
+  fault = errors.fault_of(
+    wrong,
+    sizes.name,
+    sizes.K,
+    sizes.E,
+    sizes.C,
+    needed=needed if sizes.overflow == "error" else None,
+    configs=configs[:, 0],
+  )
   failed = fail_if(
     fault[0] > 0, errors.raise_fault, fault, can_raise=sizes.raises
   )

@@ -36,9 +36,10 @@ def to_slots(
     unsent = _unsent(sizes, plan, is_sound, x)
     return _send(sizes, take(x, index), unsent, plan.choices, plan.slots)
 
-  tokens = lax.div(plan.order, np.int32(sizes.K))
-  received = [send(x.reshape(-1), plan.order) for x in weights]
-  return [send(rows, tokens), *(_sound(is_sound, w) for w in received)]
+  outs = [send(rows, lax.div(plan.order, np.int32(sizes.K)))]
+  for x in weights:
+    outs.append(_sound(is_sound, send(x.reshape(-1), plan.order)))
+  return outs
 
 
 def to_choices(
