@@ -260,7 +260,7 @@ class EpGroup(NotCopied):
       if self.connection.is_open:
         wait_for_programs("the end of `with group`", [self])
     finally:
-      self.connection.finalize()
+      self.connection.close(check=True)
 
 
 def check_group(what: str, group: EpGroup) -> None:
@@ -396,35 +396,28 @@ class Connection:
         " group, and finalize it after its last op."
       )
 
-  def close(self) -> None:
+  def close(self, *, check: bool = False) -> None:
     """Makes later ops fail. Idempotent. Does nothing in a forked child.
 
+    With `check`, calls `raise_failures` before.
+
     Raises:
-      ValueError, RuntimeError: a peer waits for an op that this process has not
-        run. The connection is closed nevertheless.
+      ValueError, RuntimeError: the failure of an earlier op, or a peer waits
+        for an op that this process has not run. The connection is closed
+        nevertheless.
     """
-    if self._begins_closing():
-      self._finish_closing()
-
-  def _begins_closing(self) -> bool:
-    """Returns True once: in the thread that must close the connection."""
-    return not self.is_forked and self._closing.acquire(blocking=False)
-
-  def _finish_closing(self) -> None:
-    self.is_open = False
-    self.cached.cache_clear()
+    if self.is_forked or not self._closing.acquire(blocking=False):
+      return
     try:
-      self._close()
-    finally:
-      _open.pop(self.group.name, None)
-
-  def finalize(self) -> None:
-    """Calls `raise_failures`, and then `close`, even if the former raises."""
-    if self._begins_closing():
-      try:
+      if check:
         self.raise_failures()
+    finally:
+      self.is_open = False
+      self.cached.cache_clear()
+      try:
+        self._close()
       finally:
-        self._finish_closing()
+        _open.pop(self.group.name, None)
 
   def release(self) -> None:
     """Closes the connection once no program uses it. Does nothing in a fork."""

@@ -272,7 +272,7 @@ def ep_finalize(group: EpGroup) -> None:
       not. The group is closed nevertheless.
   """
   check_group("ep_finalize", group)
-  group.connection.finalize()
+  group.connection.close(check=True)
 
 
 class Sizes(TypedDict, total=False):

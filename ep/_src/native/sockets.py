@@ -26,7 +26,6 @@ import socket
 import struct
 import threading
 import time
-from types import TracebackType
 from typing import Self
 
 _HELLO = struct.Struct("i")  # the sender's number in the group
@@ -55,12 +54,7 @@ class Listener:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
     self._thread.join()
     self._socket.close()

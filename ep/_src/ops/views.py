@@ -171,7 +171,7 @@ class RankFunction:
     """
     names = self.of_rank.__code__.co_varnames[len(static) :]
     check = _check_places if view.ranks else _check_copies
-    check(view.group, view.op, names, args, self.inputs(*static))
+    check(view, names, args, self.inputs(*static))
     name, connection = view.op.partition("(")[0], view.group.connection
     make: Callable[..., Any] = _program
     if keep:
@@ -298,17 +298,14 @@ def _specs(group: EpGroup, kinds: Any) -> Any:
 
 
 def _check_copies(
-  group: EpGroup,
-  op: str,
-  names: Sequence[str],
-  args: Sequence[Any],
-  kinds: Sequence[Any],
+  view: View, names: Sequence[str], args: Sequence[Any], kinds: Sequence[Any]
 ) -> None:
   """Warns if tokens are equal along a mesh axis that shards tokens.
 
   Accepts constants, which vary over no axis. With `check_vma=False`, arrays
   look like constants.
   """
+  group = view.group
   for name, x, kind in zip(names, args, kinds, strict=False):
     if kind != TOKENS or not isinstance(x, jax.Array):
       continue
@@ -320,19 +317,15 @@ def _check_copies(
     ]
     if equal and group.axis_name in varying:
       return arguments.warn(
-        f"{op}: {name} is equal along the mesh axes {equal}, but these axes"
-        " shard tokens, so sums over all tokens count each copy. If tokens are"
-        " replicated along them, leave the axes out of data_axes of"
+        f"{view.op}: {name} is equal along the mesh axes {equal}, but these"
+        " axes shard tokens, so sums over all tokens count each copy. If tokens"
+        " are replicated along them, leave the axes out of data_axes of"
         " ep_bootstrap."
       )
 
 
 def _check_places(
-  group: EpGroup,
-  op: str,
-  names: Sequence[str],
-  args: Sequence[Any],
-  kinds: Sequence[Any],
+  view: View, names: Sequence[str], args: Sequence[Any], kinds: Sequence[Any]
 ) -> None:
   """Refuses arrays on devices outside the mesh; warns if JAX reshards arrays.
 
@@ -340,10 +333,10 @@ def _check_places(
   function warns only if an axis splits a dimension that it should not split.
   Accepts fully replicated arrays, which JAX slices without communication.
   """
-  mesh = compat.concrete_context_mesh() or group.mesh
+  mesh = compat.concrete_context_mesh() or view.group.mesh
   if isinstance(mesh, jax.sharding.AbstractMesh):
     return
-  specs = jax.tree.broadcast(_specs(group, tuple(kinds)), tuple(args))
+  specs = jax.tree.broadcast(_specs(view.group, tuple(kinds)), tuple(args))
   leaves = jax.tree.leaves_with_path(tuple(args))
   for (path, x), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
     if not isinstance(x, jax.Array):
@@ -352,7 +345,7 @@ def _check_places(
     name = names[first.idx]
     if below:
       name = jax.tree_util.keystr((below[-1],), simple=True)
-    what = f"{op}: {name} of shape {x.shape}"
+    what = f"{view.op}: {name} of shape {x.shape}"
     if isinstance(x, jax.core.Tracer):
       has = jax.typeof(x).sharding.spec
       pairs = itertools.zip_longest(has, spec)

@@ -132,8 +132,8 @@ def _prepare(sizes: Sizes, idx: jax.Array) -> list[jax.Array]:
     choices.start,
     plans.digest(idx.astype(jnp.int32).reshape(-1))[None],
   )
-  slabs = plans.make_slabs(sizes, start)
-  needed = slabs.offset[:, -1]
+  plan, offset, tokens = plans.make_plan(sizes, choices, start, digests[:, 0])
+  needed = offset[:, -1]
   fault = errors.fault_of(
     wrong,
     sizes.name,
@@ -146,12 +146,10 @@ def _prepare(sizes: Sizes, idx: jax.Array) -> list[jax.Array]:
   failed = fail_if(
     fault[0] > 0, errors.raise_fault, fault, can_raise=sizes.raises
   )
-  plan = plans.make_plan(sizes, choices, slabs, digests[:, 0])
   mem = jnp.concatenate([plans.pack(sizes, plan) + failed, fault])
   needed = jnp.where(failed, -1, needed)
   me = lax.axis_index(sizes.group.axis_name)
-  offset = slabs.offset[me].clip(max=sizes.C)
-  tokens = slabs.before[me, :, -1]
+  offset, tokens = offset[me].clip(max=sizes.C), tokens[me]
   token_counts = jnp.minimum(tokens, sizes.C - offset[:-1])
   kept = (plan.place < idx.size).reshape(idx.shape)
   return [

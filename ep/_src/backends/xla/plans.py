@@ -58,15 +58,6 @@ class Choices(NamedTuple):
   start: jax.Array  # [V + 1] start of the choices of each expert slot
 
 
-class Slabs(NamedTuple):
-  """The layout of the expert slabs of all ranks, int32."""
-
-  start: jax.Array  # [P, V + 1] `Choices.start` of each rank
-  counts: jax.Array  # [P, L, P] tokens for each rank's experts, by source rank
-  before: jax.Array  # [P, L, P + 1] sums of `counts` over earlier sources
-  offset: jax.Array  # [P, L + 1] first slot of each slab; end of the last slab
-
-
 def sort_choices(sizes: Sizes, idx: jax.Array) -> Choices:
   """Returns the choices of `topk_idx` [T, K] in the order of their experts."""
   flat = idx.reshape(-1)
@@ -97,27 +88,35 @@ def _sort(
   return keys.astype(jnp.int32), values.astype(jnp.int32)
 
 
-def make_slabs(sizes: Sizes, start: jax.Array) -> Slabs:
-  """Returns the slab layout from `Choices.start` of all ranks, [P, V + 1]."""
-  P, L = sizes.P, sizes.L
-  counts = jnp.diff(start).T.reshape(P, L, P)
-  before = _sums(counts)
-  alignment = sizes.alignment
-  blocks = lax.div(before[..., -1] + (alignment - 1), np.int32(alignment))
-  return Slabs(start, counts, before, _sums(blocks * alignment))
-
-
 def make_plan(
-  sizes: Sizes, choices: Choices, slabs: Slabs, digests: jax.Array
-) -> Plan:
-  """Returns the plan of this rank; `digests` [P] are digests of `topk_idx`."""
+  sizes: Sizes, choices: Choices, start: jax.Array, digests: jax.Array
+) -> tuple[Plan, jax.Array, jax.Array]:
+  """Returns the plan of this rank, and the layout of the slabs of all ranks.
+
+  Args:
+    sizes: the sizes of the op.
+    choices: the choices of this rank.
+    start: `Choices.start` of all ranks, int32 [P, V + 1].
+    digests: a digest of `topk_idx` of each rank, int32 [P].
+
+  Returns:
+    plan: the plan.
+    offset: int32 [P, L + 1], the first slot of each slab; the end of the last.
+    tokens: int32 [P, L], the choices of each local expert.
+  """
+  P, L, alignment = sizes.P, sizes.L, np.int32(sizes.alignment)
+  counts = jnp.diff(start).T.reshape(P, L, P)  # the last axis: source ranks
+  before = _sums(counts)
+  tokens = before[..., -1]
+  padded = lax.div(tokens + (alignment - 1), alignment) * alignment
+  offset = _sums(padded)
   me = lax.axis_index(sizes.group.axis_name)
-  slot = slabs.offset[:, :-1, None] + slabs.before[..., :-1]
-  size = jnp.clip(sizes.C - slot, 0, slabs.counts)
+  slot = offset[:, :-1, None] + before[..., :-1]
+  size = jnp.clip(sizes.C - slot, 0, counts)
   of_choices = Slices(
-    slabs.start[me, :-1], size[..., me].reshape(-1), slot[..., me].reshape(-1)
+    start[me, :-1], size[..., me].reshape(-1), slot[..., me].reshape(-1)
   )
-  remote = lax.dynamic_slice_in_dim(slabs.start, me * sizes.L, sizes.L, 1)
+  remote = lax.dynamic_slice_in_dim(start, me * L, L, 1)
   of_slots = Slices(*(x.reshape(-1) for x in (slot[me].T, size[me].T, remote)))
 
   num = choices.order.size
@@ -129,14 +128,15 @@ def make_plan(
   place = jnp.where(is_sent, index, num)
   # A sort inverts the permutation: on TPUs a scatter copies word after word.
   _, place = _sort(num, choices.order, num + 1, place)
-  return Plan(
+  plan = Plan(
     choices.order,
     place,
     of_choices,
     of_slots,
-    used=slabs.offset[me, -1:].clip(max=sizes.C),
+    used=offset[me, -1:].clip(max=sizes.C),
     routing=digest(digests)[None],
   )
+  return plan, offset, tokens
 
 
 def pack(sizes: Sizes, plan: Plan) -> jax.Array:
