@@ -222,10 +222,6 @@ class EpGroup(NotCopied):
   def __hash__(self) -> int:
     return hash(self.name)
 
-  def connected(self, connection: Connection) -> EpGroup:
-    """Returns the group of a connection, with the same fields."""
-    return dataclasses.replace(self, connection=connection)
-
   def raise_failures(self) -> None:
     """Waits for the device, and raises failures that no op has raised yet.
 
@@ -366,9 +362,9 @@ class Connection:
     self._closing = threading.Lock()  # taken by the first thread that closes
     # `cached(make, *args)` returns `make(*args)`, and keeps it until `close`.
     self.cached = functools.lru_cache(_CACHED)(operator.call)
-    # Another thread may have made a group of this name after `check_free`.
-    owner = _open.setdefault(group.name, self)
-    _check_name(group.name, is_free=owner is self)
+    # Another thread may have made a group of this name since the last check.
+    _open.setdefault(group.name, self)
+    check_free(group.name, owner=self)
     _usable.add(self)
 
   @property
@@ -479,14 +475,13 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def check_free(name: str) -> None:
-  """Raises `ValueError` if a live group of this process has the name."""
-  _check_name(name, is_free=name not in _open)
+def check_free(name: str, owner: Connection | None = None) -> None:
+  """Raises `ValueError` if a live group of this process has the name.
 
-
-def _check_name(name: str, is_free: bool) -> None:
+  `owner` may have it.
+  """
   arguments.check(
-    is_free,
+    _open.get(name, owner) is owner,
     "ep_bootstrap",
     f'the name "{name}" belongs to a live group; finalize that one first, or'
     " choose another name.",

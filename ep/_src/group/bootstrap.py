@@ -90,7 +90,7 @@ def _check(group: EpGroup) -> Backend:
 
 def _connect(group: EpGroup) -> EpGroup:
   connection = _check(group).connect(group, rendezvous.join)
-  connected = connection.group.connected(connection)
+  connected = dataclasses.replace(connection.group, connection=connection)
   weakref.finalize(connected, connection.release).atexit = False
   return connected
 
