@@ -139,8 +139,13 @@ def die(m):
   raise TimeoutError
 
 
+def meet(m, terms=TERMS):
+  m.publish(terms, introduction(m), 0)
+  m.settle(terms)
+
+
 def differ(m):
-  m.hold(TERMS | {"top_k": "3"}, introduction(m), 0)
+  meet(m, TERMS | {"top_k": "3"})
 
 
 @pytest.mark.parametrize("odd", [0, 2])
@@ -160,11 +165,8 @@ def test_all_processes_raise_the_error_of_one(
   timeout_s = 0.5 if act is stay_away else TIMEOUT_S
   every = meetings(clients, timeout_s)
 
-  def meet(m):
-    return act(m) if m.me == odd else m.hold(TERMS, introduction(m), 0)
-
   begin = time.monotonic()
-  errors = together(every, meet)
+  errors = together(every, lambda m: act(m) if m.me == odd else meet(m))
   assert time.monotonic() - begin < 10
   words = words.format(*(("3", "2") if odd == 0 else ("2", "3")), odd=odd)
   for m, found in zip(every, errors, strict=True):

@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from typing import Any, NoReturn, Self
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -365,7 +364,6 @@ class Connection:
     # Another thread may have made a group of this name since the last check.
     _open.setdefault(group.name, self)
     check_free(group.name, owner=self)
-    _usable.add(self)
 
   @property
   def closes_at_exit(self) -> bool:
@@ -462,13 +460,10 @@ class Connection:
 # This process's open and unreleased connections, by the name of the group.
 _open: dict[str, Connection] = {}
 
-# The connections that this process uses, also released ones.
-_usable: weakref.WeakSet[Connection] = weakref.WeakSet()
-
 
 def _leave_to_parent() -> None:
   """Makes ops fail in a forked child, which has no peers and no threads."""
-  for connection in _usable:
+  for connection in _open.values():
     connection.is_open = False
 
 

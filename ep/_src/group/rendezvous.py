@@ -145,7 +145,9 @@ def _meet(
     raise
   finally:
     _folders[who].append(folder)
-  answers = meeting.hold(terms, introduction, domain)
+  meeting.publish(terms, introduction, domain)
+  meeting.settle(terms)
+  answers = meeting.introductions(domain) if introduction else {}
   meeting.delete(_folders[who][:-1])
   del _folders[who][:-1]
   return proposal, answers
@@ -169,22 +171,6 @@ class Meeting:
       text = f"process {self.me} failed: {error}"
       self._set("verdict", dict(error="RuntimeError", text=text))
 
-  def hold(
-    self,
-    terms: Mapping[str, str],
-    introduction: Mapping[str, Any],
-    domain: int,
-  ) -> dict[int, dict[str, Any]]:
-    """Runs the meeting; returns the domain's introductions, or {} if none.
-
-    Raises:
-      ValueError: on all processes, if their terms differ.
-      RuntimeError: on all processes, if one failed, died or did not arrive.
-    """
-    self.publish(terms, introduction, domain)
-    self.settle(terms)
-    return self.introductions(domain) if introduction else {}
-
   def publish(
     self,
     terms: Mapping[str, str],
@@ -197,7 +183,12 @@ class Meeting:
     self._set(f"digest/{self.me}", dict(terms=_digest([*terms.items()])))
 
   def settle(self, terms: Mapping[str, str]) -> None:
-    """Waits until all processes have published terms; raises as `hold` does."""
+    """Waits until all processes have published terms.
+
+    Raises:
+      ValueError: on all processes, if their terms differ.
+      RuntimeError: on all processes, if one failed, died or did not arrive.
+    """
     if self._is_first:
       verdict = self._judge(terms)
       self._set("verdict", verdict)
