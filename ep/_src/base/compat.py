@@ -122,11 +122,8 @@ def all_gather(
   to each rank, and the transpose adds the cotangents of the copies on the rank
   of `x`. Afterwards `lax.all_gather` can replace this function.
 
-  Args:
-    x: the array of a rank, which varies over `axis_name`.
-    axis_name: an axis of the enclosing `jax.shard_map`.
-    axis: the dimension in which the ranks' arrays are joined.
-    mesh: the devices of the ranks.
+  `axis` is the dimension in which the ranks' arrays are joined, and `mesh` has
+  the devices of the ranks.
   """
   is_wrong = (
     _jaxlib_version < (0, 12)
@@ -281,14 +278,6 @@ def local_device(ctx: LoweringContext) -> jax.Device | None:
   return next(iter(client.local_devices()), None) if client else None
 
 
-def leaves_axes_automatic(ctx: LoweringContext) -> bool:
-  """Returns whether the `shard_map` cannot call Python because of Auto axes."""
-  context = ctx.module_context.axis_context
-  if not isinstance(context, mlir.SPMDAxisContext):
-    return False
-  return context.manual_axes != frozenset(context.mesh.axis_names)
-
-
 def program_mesh(ctx: LoweringContext) -> Any:
   """Returns the mesh of the `shard_map` that JAX is lowering."""
   context = ctx.module_context.axis_context
@@ -297,11 +286,14 @@ def program_mesh(ctx: LoweringContext) -> Any:
 
 
 def is_partitioned(ctx: LoweringContext) -> bool:
-  """Returns whether XLA partitions the operation among devices."""
+  """Returns whether XLA partitions the operation among devices.
+
+  XLA also does so inside of a `shard_map` that leaves axes automatic.
+  """
   context = ctx.module_context.axis_context
-  if isinstance(context, mlir.ShardingContext):
-    return context.num_devices > 1
-  return leaves_axes_automatic(ctx)
+  if isinstance(context, mlir.SPMDAxisContext):
+    return context.manual_axes != frozenset(context.mesh.axis_names)
+  return isinstance(context, mlir.ShardingContext) and context.num_devices > 1
 
 
 def fail_if(

@@ -28,7 +28,6 @@ from ep._src.base.group import (
   check_group,
   EpGroup,
   open_connections,
-  token_dtype,
   wait_for_programs,
 )
 from ep._src.base.layer import EpLayerConfig
@@ -229,9 +228,7 @@ def ep_bootstrap(
     top_k=top_k,
     recv_capacity_per_rank=recv_capacity_per_rank,
     alignment=alignment,
-    max_token_dtype=token_dtype(
-      "ep_bootstrap", "max_token_dtype", max_token_dtype
-    ),
+    max_token_dtype=max_token_dtype,  # type: ignore[arg-type]
     overflow=overflow,
     drop_by=drop_by,
     backend=backend or "xla",

@@ -440,8 +440,7 @@ def _lower_on_cpu(
   ctx: Any, *operands: Any, back: bool = False, **axis: Any
 ) -> Any:
   _check_dtype(ctx.avals_in[0].dtype)
-  automatic = compat.leaves_axes_automatic(ctx)
-  can_raise = compat.can_call_python(ctx) and not automatic
+  can_raise = compat.can_call_python(ctx) and not compat.is_partitioned(ctx)
   fn = functools.partial(_on_cpu, back=back, can_raise=can_raise, **axis)
   return compat.lower_local(jax.named_scope(_NAME)(fn))(ctx, *operands)
 
