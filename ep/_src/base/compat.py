@@ -175,11 +175,6 @@ def varying_aval(aval: Any, axes: Iterable[str]) -> Any:
   return aval.update(manual_axis_type=aval.mat.update(varying=varying))
 
 
-def zero_tangent(x: Any) -> ad.Zero:
-  """Returns the symbolic zero that is the tangent of `x`."""
-  return ad.Zero(jax.typeof(x).to_tangent_aval())
-
-
 def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a lowering rule that traces `fn` with one device's arrays.
 
