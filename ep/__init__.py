@@ -43,7 +43,7 @@ When something is wrong:
 import importlib as _importlib
 import typing as _typing
 
-from ep._src.base import public as _public
+from ep import _public
 
 _public.check_jax()  # must run before ep's modules import JAX
 

@@ -5,7 +5,7 @@ It needs no `EpGroup`. `install` makes `jax.lax.ragged_all_to_all` itself run on
 CPUs, for programs that call JAX's function.
 """
 
-from ep._src.base import public as _public
+from ep import _public
 from ep._src.lax.ragged_all_to_all import install as install
 from ep._src.lax.ragged_all_to_all import ragged_all_to_all as ragged_all_to_all
 

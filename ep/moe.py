@@ -4,7 +4,7 @@
 `moe_layer` passes `Segments` to experts that a user writes.
 """
 
-from ep._src.base import public as _public
+from ep import _public
 from ep._src.moe.experts import Segments as Segments
 from ep._src.moe.losses import Metrics as Metrics
 from ep._src.moe.parameters import init as init

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizes rows to fp8 or int8 with block scales, and dequantizes them."""
 
-from ep._src.base import public as _public
+from ep import _public
 from ep._src.ops.quantizers import dequantize as dequantize
 from ep._src.ops.quantizers import quantize as quantize
 

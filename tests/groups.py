@@ -107,7 +107,7 @@ def with_values(group, **changes):
   """Returns a copy of the group with other configuration values."""
   connection = copy.copy(group.connection)
   connection.group = dataclasses.replace(connection.group, **changes)
-  return connection.group.connected(connection)
+  return dataclasses.replace(connection.group, connection=connection)
 
 
 def ranks(layer):

@@ -26,7 +26,7 @@ Only `initialize` touches JAX devices, because a launching process must not
 occupy the devices of its ranks.
 """
 
-from ep._src.base import public as _public
+from ep import _public
 from ep.launch._initialize import initialize as initialize
 from ep.launch._initialize import inside_launcher as inside_launcher
 from ep.launch._launch import launch as launch

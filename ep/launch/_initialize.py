@@ -6,8 +6,8 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from ep._src.base import arguments, processes
-from ep._src.native import gpus
+from ep._src.base import arguments
+from ep._src.native import gpus, processes
 
 # Variables with the number of processes that MPI has started.
 _MPI_COUNTS = (

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from ep._src.base import processes
+from ep._src.native import processes
 
 # Starts a rank that the kernel kills if the launcher dies.
 _BECOME = """

@@ -11,7 +11,7 @@ runs the rules for these properties on random sizes and routings:
 `cases` returns the same tests as parameters of pytest.
 """
 
-from ep._src.base import public as _public
+from ep import _public
 from ep.testing._declarations import GroupedMatmul as GroupedMatmul
 from ep.testing._declarations import Layer as Layer
 from ep.testing._declarations import Received as Received

@@ -20,7 +20,7 @@ from ep._src.backends.nccl import environment, installation, peers
 from ep._src.backends.nccl.backend import NcclBackend
 from ep._src.backends.nccl.peers import describe, Place
 from ep._src.base import compat
-from ep._src.group import agreement
+from ep._src.group import rendezvous
 from ep._src.native import ffi
 from groups import bootstrap
 
@@ -161,7 +161,7 @@ def machine(monkeypatch):
 
 
 def meet(config):
-  NcclBackend().connect(config, agreement.join)
+  NcclBackend().connect(config, rendezvous.join)
 
 
 @pytest.mark.parametrize("variable", environment.REFUSED)

@@ -15,8 +15,8 @@ import time
 from jax._src.lib import _jax
 import pytest
 
-from ep._src.base import processes
-from ep._src.group import meeting
+from ep._src.group import rendezvous
+from ep._src.native import processes
 
 TERMS = {f"field {n}": "x" * 40 for n in range(30)} | {"top_k": "2"}
 TIMEOUT_S = 60.0
@@ -69,7 +69,7 @@ class Store:
 def meetings(clients, timeout_s=TIMEOUT_S, folder="m/0"):
   members = range(len(clients))
   return [
-    meeting.Meeting("ep_test", c, folder, members, me, timeout_s)
+    rendezvous.Meeting("ep_test", c, folder, members, me, timeout_s)
     for me, c in enumerate(clients)
   ]
 
@@ -139,8 +139,13 @@ def die(m):
   raise TimeoutError
 
 
+def meet(m, terms=TERMS):
+  m.publish(terms, introduction(m), 0)
+  m.settle(terms)
+
+
 def differ(m):
-  m.hold(TERMS | {"top_k": "3"}, introduction(m), 0)
+  meet(m, TERMS | {"top_k": "3"})
 
 
 @pytest.mark.parametrize("odd", [0, 2])
@@ -156,15 +161,12 @@ def differ(m):
 def test_all_processes_raise_the_error_of_one(
   clients, odd, act, error, words, monkeypatch
 ):
-  monkeypatch.setattr(meeting, "_PATIENT_S", 0.5)
+  monkeypatch.setattr(rendezvous, "_PATIENT_S", 0.5)
   timeout_s = 0.5 if act is stay_away else TIMEOUT_S
   every = meetings(clients, timeout_s)
 
-  def meet(m):
-    return act(m) if m.me == odd else m.hold(TERMS, introduction(m), 0)
-
   begin = time.monotonic()
-  errors = together(every, meet)
+  errors = together(every, lambda m: act(m) if m.me == odd else meet(m))
   assert time.monotonic() - begin < 10
   words = words.format(*(("3", "2") if odd == 0 else ("2", "3")), odd=odd)
   for m, found in zip(every, errors, strict=True):

@@ -15,7 +15,7 @@ import pytest
 from cases import Case
 from conftest import make_mesh
 import ep
-from ep._src.group import agreement
+from ep._src.group import rendezvous
 from groups import bootstrap, not_with_xla
 from op_functions import dispatch, sizes
 
@@ -273,6 +273,6 @@ def test_other_options_of_jax(monkeypatch):
 )
 def test_other_versions(monkeypatch, name):
   if ODD:
-    theirs = agreement.versions("host") | {name: "another"}
-    monkeypatch.setattr(agreement, "versions", lambda _: theirs)
+    theirs = rendezvous.versions("host") | {name: "another"}
+    monkeypatch.setattr(rendezvous, "versions", lambda _: theirs)
   expect_no_bootstrap(f"{name} = ", "another", "same versions")

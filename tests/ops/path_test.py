@@ -83,8 +83,8 @@ def put(group, array):
 
 # Functions and files. Most functions of "xla" compute the exchange itself,
 # which the native library does for "host".
-DISPATCH = {"host": (32, 8), "xla": (61, 14)}
-LAYER = {"host": (120, 24), "xla": (161, 29)}
+DISPATCH = {"host": (30, 7), "xla": (45, 9)}
+LAYER = {"host": (112, 24), "xla": (136, 27)}
 
 
 def test_an_eager_dispatch(group):
@@ -101,7 +101,7 @@ def test_an_eager_dispatch(group):
   first.check(*DISPATCH[group.backend])
   with path() as second:
     out = ep.ep_dispatch(handle, tokens, weights)
-  second.check(14, 6)
+  second.check(14, 5)
   jax.block_until_ready(out)
 
 

@@ -14,7 +14,7 @@ import re
 import pytest
 
 import ep
-from ep._src.base import public
+from ep import _public as public
 
 _COMMENT = re.compile(r"Workaround \((.*?)\)")
 _BUG = r"[\w/]+ ?#\d+"

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from ep._src.base import meshes, processes
+from ep._src.base import meshes
 from ep._src.base.backend import Backend, CannotServe, Join
 from ep._src.base.group import Connection, EpGroup
 from ep._src.base.meshes import Mesh
-from ep._src.native import ffi, sockets
+from ep._src.native import ffi, processes, sockets
 from ep._src.native.connection import mesh_of_devices, NativeConnection
 
 

@@ -7,8 +7,8 @@ the mesh. The resulting `Connection` lowers the group's ops until `close`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from ep._src.base.group import Connection, EpGroup
 from ep._src.base.meshes import Mesh
@@ -26,19 +26,8 @@ class CannotServe(ValueError):
   """The error if a backend cannot serve a mesh, but another backend might."""
 
 
-class Join(Protocol):
-  """A function that returns the results of `introduce` on a domain's processes.
-
-  Collective over the processes of the mesh; see group/agreement.py.
-  """
-
-  def __call__(
-    self,
-    group: EpGroup,
-    introduce: Callable[[], dict[str, Any]],
-    domain: int = 0,
-    settings: Mapping[str, str] | None = None,
-  ) -> dict[int, dict[str, Any]]: ...
+# The type of `join` of group/rendezvous.py.
+Join = Callable[..., dict[int, dict[str, Any]]]
 
 
 class Backend:

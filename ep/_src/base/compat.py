@@ -25,7 +25,7 @@ from jax._src import mesh as _mesh
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
 from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
-from jax.experimental import io_callback as io_callback
+from jax.experimental import io_callback as _io_callback
 from jax.extend.core import Literal as Literal
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad
@@ -38,6 +38,7 @@ from jaxlib import _jax
 from jaxlib.mlir.dialects import func as _func
 from jaxlib.mlir.dialects import stablehlo as _hlo
 from jaxlib.version import __version_info__ as _jaxlib_version
+import numpy as np
 
 LoweringContext = mlir.LoweringRuleContext
 
@@ -120,11 +121,8 @@ def all_gather(
   to each rank, and the transpose adds the cotangents of the copies on the rank
   of `x`. Afterwards `lax.all_gather` can replace this function.
 
-  Args:
-    x: the array of a rank, which varies over `axis_name`.
-    axis_name: an axis of the enclosing `jax.shard_map`.
-    axis: the dimension in which the ranks' arrays are joined.
-    mesh: the devices of the ranks.
+  `axis` is the dimension in which the ranks' arrays are joined, and `mesh` has
+  the devices of the ranks.
   """
   is_wrong = (
     _jaxlib_version < (0, 12)
@@ -176,11 +174,6 @@ def varying_aval(aval: Any, axes: Iterable[str]) -> Any:
   return aval.update(manual_axis_type=aval.mat.update(varying=varying))
 
 
-def zero_tangent(x: Any) -> ad.Zero:
-  """Returns the symbolic zero that is the tangent of `x`."""
-  return ad.Zero(jax.typeof(x).to_tangent_aval())
-
-
 def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a lowering rule that traces `fn` with one device's arrays.
 
@@ -191,21 +184,11 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
   """
   lower = mlir.lower_fun(fn, multiple_results=True)
 
-  def auto(mesh: jax.sharding.AbstractMesh) -> Any:
-    auto = jax.sharding.AxisType.Auto
-    return mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, auto))
-
-  def unsharded(aval: Any) -> Any:
-    spec = jax.sharding.PartitionSpec(*[None] * aval.ndim)
-    mesh = auto(aval.sharding.mesh)
-    return aval.update(
-      manual_axis_type=type(aval.mat)(),
-      sharding=aval.sharding.update(mesh=mesh, spec=spec),
-    )
-
   def lower_unchecked(ctx: Any, *operands: Any, **params: Any) -> Any:
-    avals = [unsharded(a) for a in ctx.avals_in]
-    mesh = auto(jax.sharding.get_abstract_mesh())
+    avals = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = dict.fromkeys(mesh.explicit_axes, jax.sharding.AxisType.Auto)
+    mesh = mesh.update_axis_types(auto)
     with _config._check_vma(False), jax.sharding.use_abstract_mesh(mesh):
       return lower(ctx.replace(avals_in=avals), *operands, **params)
 
@@ -289,14 +272,6 @@ def local_device(ctx: LoweringContext) -> jax.Device | None:
   return next(iter(client.local_devices()), None) if client else None
 
 
-def leaves_axes_automatic(ctx: LoweringContext) -> bool:
-  """Returns whether the `shard_map` cannot call Python because of Auto axes."""
-  context = ctx.module_context.axis_context
-  if not isinstance(context, mlir.SPMDAxisContext):
-    return False
-  return context.manual_axes != frozenset(context.mesh.axis_names)
-
-
 def program_mesh(ctx: LoweringContext) -> Any:
   """Returns the mesh of the `shard_map` that JAX is lowering."""
   context = ctx.module_context.axis_context
@@ -305,11 +280,41 @@ def program_mesh(ctx: LoweringContext) -> Any:
 
 
 def is_partitioned(ctx: LoweringContext) -> bool:
-  """Returns whether XLA partitions the operation among devices."""
+  """Returns whether XLA partitions the operation among devices.
+
+  XLA also does so inside of a `shard_map` that leaves axes automatic.
+  """
   context = ctx.module_context.axis_context
-  if isinstance(context, mlir.ShardingContext):
-    return context.num_devices > 1
-  return leaves_axes_automatic(ctx)
+  if isinstance(context, mlir.SPMDAxisContext):
+    return context.manual_axes != frozenset(context.mesh.axis_names)
+  return isinstance(context, mlir.ShardingContext) and context.num_devices > 1
+
+
+def fail_if(
+  failed: jax.Array,
+  fail: Callable[..., None],
+  *args: jax.Array,
+  can_raise: bool,
+) -> jax.Array:
+  """Raises an error from inside a jitted program that has no custom call.
+
+  If `failed`, which must be equal on all ranks, the program calls `fail` with
+  `args` as NumPy arrays, and `fail` raises. Returns 0, or 1 if `failed` and the
+  program cannot call Python. Later exchanges must depend on the result, so that
+  no rank waits for a failed rank.
+  """
+  if not can_raise:
+    return failed.astype(jnp.int32)
+  result = jax.ShapeDtypeStruct((), jnp.int32)
+  code: jax.Array = jax.lax.cond(
+    failed,
+    lambda *args: _io_callback(
+      lambda *args: fail(*map(np.asarray, args)), result, *args
+    ),
+    lambda *_: jnp.int32(0),
+    *args,
+  )
+  return code
 
 
 def run_once_in_remat(primitive: Primitive) -> None:

@@ -14,7 +14,6 @@ are of the layer:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, compat
+from ep._src.base import arguments
 
 # The errors of failed programs. JAX chooses the class: usually a RuntimeError,
 # `jax.errors.JaxRuntimeError`. If a repeated call of a jitted function fails
@@ -60,39 +59,49 @@ def first_wrong_choice(topk_idx: jax.Array, num_experts: int) -> jax.Array:
   return jnp.concatenate([choice[None], words, words[-1:] >> 31])[:3]
 
 
-def fault_of_choices(of_ranks: jax.Array, *label: Any) -> jax.Array:
-  """Returns the fault of `first_wrong_choice` of all ranks, int32 [P, 3].
-
-  The label is the layer's name, top_k, number of experts and capacity.
-  """
-  return _labelled(_of_choices(of_ranks), *label)
-
-
-def fault_of_routing(
+def fault_of(
   of_ranks: jax.Array,
-  configs: jax.Array,
-  needed: jax.Array,
-  most: int | None,
-  *label: Any,
+  name: str,
+  top_k: int,
+  num_experts: int,
+  capacity: int,
+  needed: jax.Array | None = None,
+  configs: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns the fault of a step's routing; the label as in `fault_of_choices`.
+  """Returns the fault of a routing, in the layer `name`.
 
   Args:
     of_ranks: `first_wrong_choice` of all ranks, int32 [P, 3].
-    configs: a hash of each rank's configuration, int32 [P].
-    needed: the receive rows that each rank needs, int32 [P].
-    most: the most rows that a rank may need; None is no limit.
+    name: the name of the layer.
+    top_k: its number of choices of a token.
+    num_experts: its number of experts.
+    capacity: its receive rows of a rank.
+    needed: the receive rows that each rank needs, int32 [P]; None accepts any.
+    configs: a hash of each rank's configuration, int32 [P]; None for no check.
   """
-  fault = _of_choices(of_ranks)
-  if most is not None:
-    rank = jnp.argmax(needed > most)
-    over = _words(_OVERFLOW, rank, needed[rank])
-    is_over = (fault[0] == 0) & (needed[rank] > most)
-    fault = jnp.where(is_over, over, fault)
-  rank = jnp.argmax(configs != configs[0])
-  other = _words(_DISAGREEMENT, rank, configs[0], configs[rank])
-  fault = jnp.where(configs[rank] != configs[0], other, fault)
-  return _labelled(fault, *label)
+  is_wrong = of_ranks[:, 0] < _NO_CHOICE
+  rank = jnp.argmax(is_wrong)
+  fault = _words(is_wrong.any(), _WRONG_CHOICE, rank, *of_ranks[rank])
+  if needed is not None:
+    rank = jnp.argmax(needed > capacity)
+    is_over = (fault[0] == 0) & (needed[rank] > capacity)
+    fault += _words(is_over, _OVERFLOW, rank, needed[rank])
+  if configs is not None:
+    rank = jnp.argmax(configs != configs[0])
+    differs = configs[rank] != configs[0]
+    other = _words(differs, _DISAGREEMENT, rank, configs[0], configs[rank])
+    fault = jnp.where(differs, other, fault)
+  text = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+  label = np.array([top_k, num_experts, capacity], np.int32)
+  label = np.concatenate([label, np.frombuffer(text, "<i4")])
+  return jnp.concatenate([fault, jnp.where(fault[0] > 0, label, 0)])
+
+
+def _words(is_fault: jax.Array, *words: Any) -> jax.Array:
+  """Returns the computed words of a fault; all are 0 if it is none."""
+  words += (0,) * (_COMPUTED - len(words))
+  stacked = jnp.stack([jnp.asarray(w, jnp.int32) for w in words])
+  return jnp.where(is_fault, stacked, 0)
 
 
 def raise_fault(fault: np.ndarray) -> None:
@@ -163,52 +172,3 @@ def disagreement(op: str, value: str, of_ranks: np.ndarray) -> ValueError:
     f" {of_ranks[other]} on rank {other}; every rank must run the same program"
     " on the same layer and handle"
   )
-
-
-def _of_choices(of_ranks: jax.Array) -> jax.Array:
-  is_wrong = of_ranks[:, 0] < _NO_CHOICE
-  rank = jnp.argmax(is_wrong)
-  fault = _words(_WRONG_CHOICE, rank, *of_ranks[rank])
-  return jnp.where(is_wrong.any(), fault, 0)
-
-
-def _words(*words: Any) -> jax.Array:
-  words += (0,) * (_COMPUTED - len(words))
-  return jnp.stack([jnp.asarray(w, jnp.int32) for w in words])
-
-
-def _labelled(
-  words: jax.Array, name: str, top_k: int, num_experts: int, capacity: int
-) -> jax.Array:
-  """Appends the label to computed words; of no fault, all words are 0."""
-  text = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-  label = np.array([top_k, num_experts, capacity], np.int32)
-  label = np.concatenate([label, np.frombuffer(text, "<i4")])
-  return jnp.concatenate([words, jnp.where(words[0] > 0, label, 0)])
-
-
-def fail_if(
-  failed: jax.Array,
-  fail: Callable[..., None],
-  *args: jax.Array,
-  can_raise: bool,
-) -> jax.Array:
-  """Raises an error from inside a jitted program that has no custom call.
-
-  If `failed`, which must be equal on all ranks, the program calls `fail` with
-  `args` as NumPy arrays, and `fail` raises. Returns 0, or 1 if `failed` and the
-  program cannot call Python. Later exchanges must depend on the result, so that
-  no rank waits for a failed rank.
-  """
-  if not can_raise:
-    return failed.astype(jnp.int32)
-  result = jax.ShapeDtypeStruct((), jnp.int32)
-  code: jax.Array = lax.cond(
-    failed,
-    lambda *args: compat.io_callback(
-      lambda *args: fail(*map(np.asarray, args)), result, *args
-    ),
-    lambda *_: jnp.int32(0),
-    *args,
-  )
-  return code

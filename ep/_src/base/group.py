@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from typing import Any, NoReturn, Self
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -222,10 +221,6 @@ class EpGroup(NotCopied):
   def __hash__(self) -> int:
     return hash(self.name)
 
-  def connected(self, connection: Connection) -> EpGroup:
-    """Returns the group of a connection, with the same fields."""
-    return dataclasses.replace(self, connection=connection)
-
   def raise_failures(self) -> None:
     """Waits for the device, and raises failures that no op has raised yet.
 
@@ -260,7 +255,7 @@ class EpGroup(NotCopied):
       if self.connection.is_open:
         wait_for_programs("the end of `with group`", [self])
     finally:
-      self.connection.finalize()
+      self.connection.close(check=True)
 
 
 def check_group(what: str, group: EpGroup) -> None:
@@ -322,11 +317,7 @@ class Sizes:
 
   @functools.cached_property
   def mem_bytes(self) -> int:
-    """The size of `EpHandle.mem`, in bytes.
-
-    Raises:
-      ValueError: the layer or the number of tokens exceeds a limit.
-    """
+    """The size of `EpHandle.mem`, in bytes; see `Connection.mem_bytes`."""
     try:
       return self.connection.mem_bytes(self)
     except ValueError as e:
@@ -370,10 +361,9 @@ class Connection:
     self._closing = threading.Lock()  # taken by the first thread that closes
     # `cached(make, *args)` returns `make(*args)`, and keeps it until `close`.
     self.cached = functools.lru_cache(_CACHED)(operator.call)
-    # Another thread may have made a group of this name after `check_free`.
-    owner = _open.setdefault(group.name, self)
-    _check_name(group.name, is_free=owner is self)
-    _usable.add(self)
+    # Another thread may have made a group of this name since the last check.
+    _open.setdefault(group.name, self)
+    check_free(group.name, owner=self)
 
   @property
   def closes_at_exit(self) -> bool:
@@ -400,35 +390,28 @@ class Connection:
         " group, and finalize it after its last op."
       )
 
-  def close(self) -> None:
+  def close(self, *, check: bool = False) -> None:
     """Makes later ops fail. Idempotent. Does nothing in a forked child.
 
+    With `check`, calls `raise_failures` before.
+
     Raises:
-      ValueError, RuntimeError: a peer waits for an op that this process has not
-        run. The connection is closed nevertheless.
+      ValueError, RuntimeError: the failure of an earlier op, or a peer waits
+        for an op that this process has not run. The connection is closed
+        nevertheless.
     """
-    if self._begins_closing():
-      self._finish_closing()
-
-  def _begins_closing(self) -> bool:
-    """Returns True once: in the thread that must close the connection."""
-    return not self.is_forked and self._closing.acquire(blocking=False)
-
-  def _finish_closing(self) -> None:
-    self.is_open = False
-    self.cached.cache_clear()
+    if self.is_forked or not self._closing.acquire(blocking=False):
+      return
     try:
-      self._close()
-    finally:
-      _open.pop(self.group.name, None)
-
-  def finalize(self) -> None:
-    """Calls `raise_failures`, and then `close`, even if the former raises."""
-    if self._begins_closing():
-      try:
+      if check:
         self.raise_failures()
+    finally:
+      self.is_open = False
+      self.cached.cache_clear()
+      try:
+        self._close()
       finally:
-        self._finish_closing()
+        _open.pop(self.group.name, None)
 
   def release(self) -> None:
     """Closes the connection once no program uses it. Does nothing in a fork."""
@@ -438,13 +421,7 @@ class Connection:
       self._release()
 
   def raise_failures(self) -> None:
-    """Waits for the device, and raises a failure that no op has raised yet.
-
-    Collective with backends that may close the group here.
-
-    Raises:
-      ValueError, RuntimeError: the failure of an earlier op, once.
-    """
+    """Implements `EpGroup.raise_failures` of an open group."""
 
   def saw(self, carrier: jax.Array) -> None:
     """Keeps an array with a fault for `raise_failures`, if it has a value."""
@@ -483,27 +460,23 @@ class Connection:
 # This process's open and unreleased connections, by the name of the group.
 _open: dict[str, Connection] = {}
 
-# The connections that this process uses, also released ones.
-_usable: weakref.WeakSet[Connection] = weakref.WeakSet()
-
 
 def _leave_to_parent() -> None:
   """Makes ops fail in a forked child, which has no peers and no threads."""
-  for connection in _usable:
+  for connection in _open.values():
     connection.is_open = False
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def check_free(name: str) -> None:
-  """Raises `ValueError` if a live group of this process has the name."""
-  _check_name(name, is_free=name not in _open)
+def check_free(name: str, owner: Connection | None = None) -> None:
+  """Raises `ValueError` if a live group of this process has the name.
 
-
-def _check_name(name: str, is_free: bool) -> None:
+  `owner` may have it.
+  """
   arguments.check(
-    is_free,
+    _open.get(name, owner) is owner,
     "ep_bootstrap",
     f'the name "{name}" belongs to a live group; finalize that one first, or'
     " choose another name.",

@@ -28,11 +28,10 @@ from ep._src.base.group import (
   check_group,
   EpGroup,
   open_connections,
-  token_dtype,
   wait_for_programs,
 )
 from ep._src.base.layer import EpLayerConfig
-from ep._src.group import agreement, ending
+from ep._src.group import ending, rendezvous
 from ep._src.native.connection import close_released, released
 
 BACKENDS: dict[str, Backend] = {
@@ -89,8 +88,8 @@ def _check(group: EpGroup) -> Backend:
 
 
 def _connect(group: EpGroup) -> EpGroup:
-  connection = _check(group).connect(group, agreement.join)
-  connected = connection.group.connected(connection)
+  connection = _check(group).connect(group, rendezvous.join)
+  connected = dataclasses.replace(connection.group, connection=connection)
   weakref.finalize(connected, connection.release).atexit = False
   return connected
 
@@ -229,9 +228,7 @@ def ep_bootstrap(
     top_k=top_k,
     recv_capacity_per_rank=recv_capacity_per_rank,
     alignment=alignment,
-    max_token_dtype=token_dtype(
-      "ep_bootstrap", "max_token_dtype", max_token_dtype
-    ),
+    max_token_dtype=max_token_dtype,  # type: ignore[arg-type]
     overflow=overflow,
     drop_by=drop_by,
     backend=backend or "xla",
@@ -241,7 +238,7 @@ def ep_bootstrap(
     exit_after_s=exit_after_s,
   )
   # Invalid arguments must not use up a serial number for a default name.
-  group = dataclasses.replace(group, name=agreement.group_name(mesh, name))
+  group = dataclasses.replace(group, name=rendezvous.group_name(mesh, name))
   return _connect(group) if backend else _connect_by_platform(group)
 
 
@@ -272,7 +269,7 @@ def ep_finalize(group: EpGroup) -> None:
       not. The group is closed nevertheless.
   """
   check_group("ep_finalize", group)
-  group.connection.finalize()
+  group.connection.close(check=True)
 
 
 class Sizes(TypedDict, total=False):
@@ -359,6 +356,6 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
     _check(new).check_sizes(new)
     return new
 
-  new = agreement.agree("ep_resize", group.connection.group, propose)
+  new = rendezvous.agree("ep_resize", group.connection.group, propose)
   ep_finalize(group)
   return _connect(new)

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import jax
 
-from ep._src.base import processes
 from ep._src.group import liveness
+from ep._src.native import processes
 
 _LAST_WORDS_S = 5.0  # limit for requests of a process that fails
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import jax
 
-from ep._src.base import compat, processes
+from ep._src.base import compat
+from ep._src.native import processes
 
 _VISIBLE_S = 2.0  # time after which other processes know of a death
 _MAX_NAMES = 8  # of processes in a message

@@ -20,7 +20,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import compat, primitive
+from ep._src.base import compat
+from ep._src.lax import primitive
 
 _Tree = TypeVar("_Tree")
 

@@ -22,10 +22,10 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arrays, compat, primitive
+from ep._src.base import arrays, compat
 from ep._src.base.arguments import check
-from ep._src.base.compat import ad
-from ep._src.base.errors import fail_if
+from ep._src.base.compat import ad, fail_if
+from ep._src.lax import primitive
 
 _NAME = "ragged_all_to_all"
 
@@ -440,8 +440,7 @@ def _lower_on_cpu(
   ctx: Any, *operands: Any, back: bool = False, **axis: Any
 ) -> Any:
   _check_dtype(ctx.avals_in[0].dtype)
-  automatic = compat.leaves_axes_automatic(ctx)
-  can_raise = compat.can_call_python(ctx) and not automatic
+  can_raise = compat.can_call_python(ctx) and not compat.is_partitioned(ctx)
   fn = functools.partial(_on_cpu, back=back, can_raise=can_raise, **axis)
   return compat.lower_local(jax.named_scope(_NAME)(fn))(ctx, *operands)
 

@@ -36,8 +36,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, arrays, compat, contexts, primitive
+from ep._src.base import arguments, arrays, compat, contexts
 from ep._src.base.compat import ad
+from ep._src.lax import primitive
 from ep._src.matmul import implementations
 from ep._src.matmul.implementations import Implementation
 from ep._src.native import ffi

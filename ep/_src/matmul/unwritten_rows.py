@@ -23,8 +23,9 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ep._src.base import compat, primitive
+from ep._src.base import compat
 from ep._src.base.arrays import expanded, iota
+from ep._src.lax import primitive
 from ep._src.native import ffi
 
 # The value of rows after the last slab, where XLA must write these rows.

@@ -19,11 +19,7 @@ from ep._src.ops.combine import combine
 from ep._src.ops.dispatch import dispatch
 from ep._src.ops.handle import Routing
 from ep._src.ops.prepare import keep_routing
-from ep._src.ops.row_map import (
-  fan_out,
-  map_used_rows,
-  weighted,
-)
+from ep._src.ops.row_map import map_used_rows, weighted
 
 Activation = Callable[[jax.Array], jax.Array]
 Weigh = Literal["late", "early", "input"]
@@ -62,8 +58,8 @@ class Segments:
     Args:
       rows: [C, F].
       matrices: [L, F, G], or a pytree of such arrays with different G. One call
-        for all matrices that multiply the same rows adds the gradients of the
-        used rows only.
+        for all matrices of one shape that multiply the same rows adds the
+        gradients of the used rows only.
 
     Returns:
       [C, G] for each array of `matrices`.
@@ -85,10 +81,9 @@ class Segments:
     for i, matrix in enumerate(leaves):
       places.setdefault(matrix.shape, []).append(i)
     outs = [*leaves]
-    copies = fan_out(self._routing.group_sizes, rows, len(places))
-    for same, copy in zip(places.values(), copies, strict=True):
+    for same in places.values():
       products = grouped_matmuls(
-        copy,
+        rows,
         [leaves[i] for i in same],
         self._routing.group_sizes,
         segments=self._by_source,

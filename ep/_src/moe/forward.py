@@ -15,11 +15,10 @@ from ep._src.base import (
   arrays,
   compat,
   errors,
-  primitive,
 )
-from ep._src.base.errors import fail_if
+from ep._src.base.compat import fail_if
 from ep._src.base.group import Sizes
-from ep._src.lax import ordered_sum
+from ep._src.lax import ordered_sum, primitive
 from ep._src.moe import losses, parameters, router
 from ep._src.moe.chunks import through_experts
 from ep._src.moe.config import MoEConfig
@@ -182,7 +181,7 @@ def _check(
   K = ids.shape[-1]
   wrong = errors.first_wrong_choice(ids.reshape(-1, K), num_experts)
   of_ranks = lax.all_gather(wrong, axis_name)
-  fault = errors.fault_of_choices(of_ranks, name, K, num_experts, 0)
+  fault = errors.fault_of(of_ranks, name, K, num_experts, 0)
   failed = fail_if(fault[0] > 0, errors.raise_fault, fault, can_raise=raises)
   return [jnp.where(failed > 0, -2, ids), fault]
 

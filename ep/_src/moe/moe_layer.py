@@ -21,9 +21,9 @@ from ep._src.moe.batching import Padding
 from ep._src.moe.chunks import through_experts
 from ep._src.moe.experts import Activation, Experts, Network
 from ep._src.ops.dispatch import check_rows
-from ep._src.ops.handle import EpHandle, Routing, ROUTING_KINDS
+from ep._src.ops.handle import EpHandle, Routing
 from ep._src.ops.prepare import check_choices
-from ep._src.ops.views import EXPERTS, mapped, TOKENS, View
+from ep._src.ops.views import EXPERTS, mapped, ROUTING_KINDS, TOKENS, View
 
 
 @overload

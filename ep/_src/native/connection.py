@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import contextlib
 import functools
 import itertools
@@ -30,33 +30,17 @@ _released: dict[str, EpGroup] = {}
 os.register_at_fork(after_in_child=_released.clear)
 
 
-class _ProgramNames:
-  """Numbers the programs of a group in the order of their lowering.
-
-  The native engine matches ops of different ranks by XLA's fingerprint of their
-  program. Without a number in the program's text, two programs of equal
-  functions would have equal fingerprints. Thread-safe.
-  """
-
-  def __init__(self, group: str):
-    self._group = group
-    # Threads may lower programs concurrently; `next` of a count is atomic.
-    self._count: collections.defaultdict[str, itertools.count[int]]
-    self._count = collections.defaultdict(itertools.count)
-
-  def name(self, ctx: LoweringContext) -> str:
-    """Returns the name of the program being lowered, like "jit_step#0"."""
-    return compat.module_note(
-      ctx, self._group, lambda module: f"{module}#{next(self._count[module])}"
-    )
-
-
 class NativeConnection(Connection):
   """A connection to a group in a native library; both have the same name."""
 
   def __init__(self, group: EpGroup):
     super().__init__(group)
-    self._programs = _ProgramNames(group.name)
+    # The number of lowered programs of each name. The native engine matches ops
+    # of different ranks by XLA's fingerprint of their program. Without a number
+    # in the program's text, two programs of equal functions would have equal
+    # fingerprints. Threads may lower programs concurrently; `next` is atomic.
+    self._programs: collections.defaultdict[str, itertools.count[int]]
+    self._programs = collections.defaultdict(itertools.count)
 
   @property
   def closes_at_exit(self) -> bool:
@@ -114,13 +98,16 @@ class NativeConnection(Connection):
 
     `lent_mesh` and `lent_axis` describe communicators that the group borrows.
     """
+    program = compat.module_note(
+      ctx, self.group.name, lambda name: f"{name}#{next(self._programs[name])}"
+    )
     with compat.named_instruction(f"{op}[{sizes.name}]"):
       return jax.ffi.ffi_lowering(op)(
         ctx,
         *operands,
         group=self.group.name,
         group_config=self.group.program_text,
-        program=self._programs.name(ctx),
+        program=program,
         position=np.int64(compat.next_position(ctx)),
         layer_name=sizes.name,
         layer=dict(
@@ -203,19 +190,9 @@ def _place(group: EpGroup) -> jax.Array:
   The native group knows each rank's device, so the group refuses a program
   whose mesh has another order of devices.
   """
-  others = [a for a in group.mesh.axis_names if a != group.axis_name]
+  mesh = group.mesh
+  others = [a for a in mesh.axis_names if a != group.axis_name]
   of_axes = [*others, group.axis_name], group.data_axes
-  return jnp.stack([_index(group.mesh, axes) for axes in of_axes])
-
-
-def _index(mesh: Mesh, axes: Iterable[str]) -> jax.Array:
-  """Returns this rank's row-major index over `axes`, inside a shard_map.
-
-  Over the other axes and then the EP axis, it is an index in
-  `meshes.domains(...).flat`.
-  """
-  at: jax.Array = jnp.int32(0)
-  for axis in axes:
-    if (size := mesh.shape[axis]) > 1:
-      at = at * size + lax.axis_index(axis)
-  return at
+  # Axes of size 1 need not be manual in the program.
+  large = [tuple(a for a in axes if mesh.shape[a] > 1) for axes in of_axes]
+  return jnp.stack([lax.axis_index(a) for a in large], dtype=jnp.int32)

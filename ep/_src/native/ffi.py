@@ -152,9 +152,7 @@ def is_native(ctx: compat.LoweringContext) -> bool:
 
 def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:
   """Raises unless the library has the interface that this package calls."""
-  found: int | str = "none (older libraries have none)"
-  if hasattr(lib, "ep_interface_version"):
-    found = lib.ep_interface_version()
+  found = lib.ep_interface_version()
   if found != INTERFACE_VERSION:
     raise NativeError(
       f"ep_bootstrap: {path} is of another version than this ep package, which"

@@ -26,7 +26,6 @@ import socket
 import struct
 import threading
 import time
-from types import TracebackType
 from typing import Self
 
 _HELLO = struct.Struct("i")  # the sender's number in the group
@@ -46,8 +45,7 @@ class Listener:
     """Raises `RuntimeError` if the process may open no more files."""
     with _errors_name("cannot listen for other processes"):
       self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-      while not _binds(self._socket, f"\0ep_ffi-{secrets.token_hex(16)}"):
-        pass
+      self._socket.bind(f"\0ep_ffi-{secrets.token_hex(16)}")
       self._socket.listen(socket.SOMAXCONN)
     self._accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
     self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -56,12 +54,7 @@ class Listener:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
     self._thread.join()
     self._socket.close()
@@ -146,17 +139,6 @@ def connect(
       peer.close()
       raise
   return peer
-
-
-def _binds(listener: socket.socket, address: str) -> bool:
-  """Binds a socket; returns False if another one has the address."""
-  try:
-    listener.bind(address)
-  except OSError as e:
-    if e.errno != errno.EADDRINUSE:
-      raise
-    return False
-  return True
 
 
 def _connects(peer: socket.socket, address: str, deadline: float) -> bool:

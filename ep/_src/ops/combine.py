@@ -15,9 +15,9 @@ from ep._src.base.compat import ad
 from ep._src.base.group import Sizes
 from ep._src.ops import primitives
 from ep._src.ops.dispatch import check_rows
-from ep._src.ops.handle import EpHandle, opened
+from ep._src.ops.handle import EpHandle
 from ep._src.ops.row_map import map_used_rows, weighted
-from ep._src.ops.views import mapped, RANK, TOKENS
+from ep._src.ops.views import mapped, opened, RANK, TOKENS
 
 
 def ep_combine(
@@ -164,7 +164,9 @@ def _weighted(
   return combine_p.bind(mem, group_sizes, rows, sizes=sizes)
 
 
-weighted_combine_p = primitives.composite("ep_weighted_combine_used", _weighted)
+weighted_combine_p = primitives.composite(
+  "ep_weighted_combine_used", _weighted, _combine_types
+)
 
 
 def _tangent(
@@ -182,7 +184,7 @@ def _tangent(
 
 
 weighted_tangent_p = primitives.composite(
-  "ep_weighted_combine_tangent", _tangent
+  "ep_weighted_combine_tangent", _tangent, _combine_types
 )
 
 

@@ -13,8 +13,8 @@ from ep._src.base import arrays, compat
 from ep._src.base.compat import ad
 from ep._src.base.group import Sizes
 from ep._src.ops import fp8_transport, primitives, quantizers
-from ep._src.ops.handle import EpHandle, opened
-from ep._src.ops.views import mapped, RANK, TOKENS
+from ep._src.ops.handle import EpHandle
+from ep._src.ops.views import mapped, opened, RANK, TOKENS
 
 
 @overload
@@ -247,7 +247,8 @@ def _dispatch_bytes_jvp(
   tangent = compat.instantiate_zeros(tangents[3])
   operands = mem, group_sizes, rows, tangent
   _, tangent = primitives.bind(dispatch_bytes_p, sizes, *operands)
-  return [recv, recv_weights], [compat.zero_tangent(recv), tangent]
+  no_tangent = ad.Zero(jax.typeof(recv).to_tangent_aval())
+  return [recv, recv_weights], [no_tangent, tangent]
 
 
 ad.primitive_jvps[dispatch_bytes_p] = _dispatch_bytes_jvp

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ep._src.base import arguments
-from ep._src.base.group import Sizes
 from ep._src.base.layer import EpLayerConfig
-from ep._src.ops.views import RANK, TOKENS, View
 
 
 class Routing(NamedTuple):
@@ -25,10 +23,6 @@ class Routing(NamedTuple):
   dropped_counts: jax.Array
   max_recv_tokens: jax.Array
   kept: jax.Array
-
-
-# How `RankFunction.in_view` shards the arrays.
-ROUTING_KINDS: Any = Routing._make([RANK] * 6 + [TOKENS])
 
 
 @jax.tree_util.register_dataclass
@@ -81,34 +75,6 @@ class EpHandle:
   def capacity(self) -> int:
     """C: the most rows that a rank can receive; the length of `recv_tokens`."""
     return self.layer.capacity_for(math.prod(self.token_shape))
-
-
-def opened(name: str, handle: EpHandle) -> tuple[View, Sizes]:
-  """Returns the view in which the op `name` is called, and the op's sizes.
-
-  Raises:
-    TypeError: `handle` is no EpHandle.
-    ValueError: the handle's arrays do not fit its layer, its tokens or the
-      view; or as in `View.of`.
-  """
-  if not isinstance(handle, EpHandle):
-    check_handle(name, handle)
-  layer = handle.layer
-  view = View.of(layer.group, f'{name}(layer "{layer.name}")')
-  sizes = layer.sizes(math.prod(handle.token_shape))
-  for field, x, size, dtype in (
-    ("mem", handle.mem, sizes.mem_bytes, "uint8"),
-    ("group_sizes", handle.group_sizes, sizes.L, "int32"),
-  ):
-    if x.shape != (*view.ranks, size) or x.dtype != dtype:
-      raise ValueError(
-        f"{view.op}: handle.{field} is {x.dtype} {list(x.shape)}, but {dtype}"
-        f" {[*view.ranks, size]} is expected"
-        f" {'inside' if view.is_local else 'outside'} jax.shard_map; pass the"
-        " handle that ep_prepare returned there for this layer and these"
-        " tokens."
-      )
-  return view, sizes
 
 
 def check_handle(op: str, handle: Any) -> None:

@@ -10,12 +10,13 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arguments, arrays, compat, primitive
+from ep._src.base import arguments, arrays, compat
 from ep._src.base.group import Sizes
 from ep._src.base.layer import check_layer, EpLayerConfig
+from ep._src.lax import primitive
 from ep._src.ops import drop_policy, primitives
-from ep._src.ops.handle import EpHandle, Routing, ROUTING_KINDS
-from ep._src.ops.views import mapped, TOKENS, View
+from ep._src.ops.handle import EpHandle, Routing
+from ep._src.ops.views import mapped, ROUTING_KINDS, TOKENS, View
 
 _Tree = TypeVar("_Tree")
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
-from ep._src.base import compat, primitive
+from ep._src.base import compat
 from ep._src.base.compat import ad
 from ep._src.base.group import Sizes
+from ep._src.lax import primitive
 from ep._src.ops import fp8_transport
 
 OutTypes = Callable[..., Sequence[jax.ShapeDtypeStruct]]
@@ -67,21 +68,14 @@ def mover(
 
 
 def composite(
-  name: str,
-  fn: Callable[..., Sequence[jax.Array]],
-  out_types: OutTypes | None = None,
+  name: str, fn: Callable[..., Sequence[jax.Array]], out_types: OutTypes
 ) -> compat.Primitive:
   """Makes a primitive of a function `fn(*operands, sizes=...)` that calls ops.
 
   The collectives of `fn` get the named scope `name`. The caller declares the
-  derivatives. Without `out_types`, JAX derives the output types from `fn`.
+  derivatives.
   """
-
-  def derived(sizes: Sizes, *avals: Any) -> Any:
-    return jax.eval_shape(functools.partial(fn, sizes=sizes), *avals)
-
-  lower = compat.lower_local(jax.named_scope(name)(fn))
-  return _new(name, out_types or derived, lower)
+  return _new(name, out_types, compat.lower_local(jax.named_scope(name)(fn)))
 
 
 def _new(

@@ -79,7 +79,7 @@ def quantize(x: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:
   """
   x = jnp.asarray(x)
   op = "ep.quant.quantize"
-  check_format(op, "format", format)
+  arguments.one_of(*FORMATS)(op, "format", format)
   if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
     raise TypeError(
       f"{op}: x is {x.dtype}, but float32, bfloat16 or float16 is expected;"
@@ -142,14 +142,6 @@ def multiply(
   blocks = _blocks(_values(rows) if is_default else rows, factors.shape[-1])
   products = blocks * factors[..., None]
   return lax.stop_gradient(products.astype(dtype).reshape(rows.shape))
-
-
-def check_format(what: str, field: str, format: str) -> None:
-  arguments.check(
-    isinstance(format, str) and format in FORMATS,
-    what,
-    f"{field} = {format!r}, but it must be one of {tuple(FORMATS)}.",
-  )
 
 
 def check_width(what: str, width: int, format: str) -> None:

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import compat, contexts, primitive
-from ep._src.base.arrays import expanded, iota
+from ep._src.base import compat, contexts
+from ep._src.base.arrays import expanded
 from ep._src.base.compat import ad
+from ep._src.lax import primitive
 from ep._src.matmul import unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
 
@@ -90,7 +90,7 @@ def _map_all_rows(
   rows without a token read the first row, where `fn` is as finite as in other
   rows. The first row has a token, unless no row has one.
   """
-  is_token = iota(arrays[0].shape[0]) < num_used
+  is_token = lax.iota(jnp.int32, arrays[0].shape[0]) < num_used
   if is_padding is not None:
     is_token &= is_padding == 0
 
@@ -103,15 +103,6 @@ def _map_all_rows(
 
   outs = fn(*map(read, arrays))
   return jax.tree.map(lambda x: with_tokens(x, 0), outs)
-
-
-def fan_out(group_sizes: jax.Array, x: jax.Array, count: int) -> list[Any]:
-  """Returns x [C, ...] `count` times; adds gradients of the used rows alone."""
-  if count == 1:
-    return [x]
-  num_used, x = compat.vary_together(group_sizes.sum(dtype=jnp.int32), x)
-  outs: list[Any] = _fan_out_p.bind(num_used, x, count=count)
-  return outs
 
 
 def repeated(values: jax.Array, rows: jax.Array) -> jax.Array:
@@ -312,35 +303,3 @@ _map_p = primitive.new(
 )
 ad.primitive_jvps[_map_p] = _jvp
 ad.primitive_transposes[_map_p] = _transpose
-
-
-def _fan_out_jvp(
-  primals: Sequence[Any], tangents: Sequence[Any], *, count: int
-) -> tuple[list[Any], list[Any]]:
-  outs = _fan_out_p.bind(*primals, count=count)
-  num_used, _ = primals
-  return outs, _fan_out_p.bind(num_used, tangents[1], count=count)
-
-
-def _sum(*blocks: jax.Array) -> jax.Array:
-  return functools.reduce(jnp.add, blocks)
-
-
-def _fan_out_transpose(
-  cts: Sequence[Any], num_used: Any, x: Any, *, count: int
-) -> list[Any]:
-  present = [ct for ct in cts if type(ct) is not ad.Zero]
-  if len(present) < 2:
-    return [None, *(present or [None])]
-  tail = contexts.tail("unspecified")
-  return [None, *_map_p.bind(num_used, *present, fn=_Flat(_sum), tail=tail)]
-
-
-_fan_out_p = primitive.new(
-  "ep_fan_out",
-  lambda num_used, x, count: [x] * count,
-  lambda ctx, num_used, x, count: [x] * count,
-  static=["count"],
-)
-ad.primitive_jvps[_fan_out_p] = _fan_out_jvp
-ad.primitive_transposes[_fan_out_p] = _fan_out_transpose

@@ -22,19 +22,24 @@ from contextlib import nullcontext
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ep._src.base import arguments, compat
-from ep._src.base.group import Connection, EpGroup
+from ep._src.base.group import Connection, EpGroup, Sizes
 from ep._src.base.meshes import Mesh
+from ep._src.ops.handle import check_handle, EpHandle, Routing
 
 TOKENS = "tokens"
 RANK = "rank"
 EXPERTS = "experts"
 REPLICATED = "replicated"
+
+# The kinds of the arrays of a handle.
+ROUTING_KINDS: Any = Routing._make([RANK] * 6 + [TOKENS])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +60,7 @@ class View:
 
   @classmethod
   def of(cls, group: EpGroup, op: str) -> View:
-    """Returns the local view if the EP axis is manual, else the global view.
-
-    Raises:
-      ValueError: the mesh in context does not fit the group.
-      RuntimeError: the group cannot be used; see `Connection.check_open`.
-    """
+    """Returns the local view if the EP axis is manual, else the global view."""
     if not group.connection.is_open:
       group.connection.check_open(op)
     mesh = compat.context_mesh()
@@ -91,9 +91,6 @@ class View:
     """Returns the leading dims (all but the last) of one rank's tokens.
 
     `shape` is the shape of the array in this view.
-
-    Raises:
-      ValueError: the first axis cannot be split over the ranks.
     """
     lead = tuple(shape[:-1])
     if not self.ranks:
@@ -109,6 +106,28 @@ class View:
         " the first axis is the axis of examples."
       )
     return (lead[0] // ranks, *lead[1:])
+
+
+def opened(name: str, handle: EpHandle) -> tuple[View, Sizes]:
+  """Returns the view in which the op `name` is called, and the op's sizes."""
+  if not isinstance(handle, EpHandle):
+    check_handle(name, handle)
+  layer = handle.layer
+  view = View.of(layer.group, f'{name}(layer "{layer.name}")')
+  sizes = layer.sizes(math.prod(handle.token_shape))
+  for field, x, size, dtype in (
+    ("mem", handle.mem, sizes.mem_bytes, "uint8"),
+    ("group_sizes", handle.group_sizes, sizes.L, "int32"),
+  ):
+    if x.shape != (*view.ranks, size) or x.dtype != dtype:
+      raise ValueError(
+        f"{view.op}: handle.{field} is {x.dtype} {list(x.shape)}, but {dtype}"
+        f" {[*view.ranks, size]} is expected"
+        f" {'inside' if view.is_local else 'outside'} jax.shard_map; pass the"
+        " handle that ep_prepare returned there for this layer and these"
+        " tokens."
+      )
+  return view, sizes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,7 +171,7 @@ class RankFunction:
     """
     names = self.of_rank.__code__.co_varnames[len(static) :]
     check = _check_places if view.ranks else _check_copies
-    check(view.group, view.op, names, args, self.inputs(*static))
+    check(view, names, args, self.inputs(*static))
     name, connection = view.op.partition("(")[0], view.group.connection
     make: Callable[..., Any] = _program
     if keep:
@@ -193,8 +212,9 @@ def _program(
   specs = _specs(connection.group, inputs)
 
   def of_rank(*args: Any) -> Any:
-    args = jax.tree.map(_without_axis, inputs, args)
-    return jax.tree.map(_with_axis, outputs, fn.of_rank(*static, *args))
+    args = _map_rank_arrays(lambda x: x.squeeze(0), inputs, args)
+    outs = fn.of_rank(*static, *args)
+    return _map_rank_arrays(lambda x: x[None], outputs, outs)
 
   of_rank.__name__ = name
   of_arrays = jax.shard_map(
@@ -219,16 +239,13 @@ def _program(
   return jax.jit(of_any_arrays, inline=inline)
 
 
-def _without_axis(kind: Any, arrays: Any) -> Any:
-  """Drops the axis of ranks, of size 1, from rank arrays."""
-  if kind != RANK:
-    return arrays
-  return jax.tree.map(lambda x: x.reshape(x.shape[1:]), arrays)
-
-
-def _with_axis(kind: Any, arrays: Any) -> Any:
-  """Inverts `_without_axis`."""
-  return jax.tree.map(lambda x: x[None], arrays) if kind == RANK else arrays
+def _map_rank_arrays(
+  fn: Callable[[jax.Array], jax.Array], kinds: Any, arrays: Any
+) -> Any:
+  """Applies `fn` to the arrays of the kind RANK in a pytree."""
+  return jax.tree.map(
+    lambda kind, x: jax.tree.map(fn, x) if kind == RANK else x, kinds, arrays
+  )
 
 
 def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
@@ -291,17 +308,14 @@ def _specs(group: EpGroup, kinds: Any) -> Any:
 
 
 def _check_copies(
-  group: EpGroup,
-  op: str,
-  names: Sequence[str],
-  args: Sequence[Any],
-  kinds: Sequence[Any],
+  view: View, names: Sequence[str], args: Sequence[Any], kinds: Sequence[Any]
 ) -> None:
   """Warns if tokens are equal along a mesh axis that shards tokens.
 
   Accepts constants, which vary over no axis. With `check_vma=False`, arrays
   look like constants.
   """
+  group = view.group
   for name, x, kind in zip(names, args, kinds, strict=False):
     if kind != TOKENS or not isinstance(x, jax.Array):
       continue
@@ -313,19 +327,15 @@ def _check_copies(
     ]
     if equal and group.axis_name in varying:
       return arguments.warn(
-        f"{op}: {name} is equal along the mesh axes {equal}, but these axes"
-        " shard tokens, so sums over all tokens count each copy. If tokens are"
-        " replicated along them, leave the axes out of data_axes of"
+        f"{view.op}: {name} is equal along the mesh axes {equal}, but these"
+        " axes shard tokens, so sums over all tokens count each copy. If tokens"
+        " are replicated along them, leave the axes out of data_axes of"
         " ep_bootstrap."
       )
 
 
 def _check_places(
-  group: EpGroup,
-  op: str,
-  names: Sequence[str],
-  args: Sequence[Any],
-  kinds: Sequence[Any],
+  view: View, names: Sequence[str], args: Sequence[Any], kinds: Sequence[Any]
 ) -> None:
   """Refuses arrays on devices outside the mesh; warns if JAX reshards arrays.
 
@@ -333,10 +343,10 @@ def _check_places(
   function warns only if an axis splits a dimension that it should not split.
   Accepts fully replicated arrays, which JAX slices without communication.
   """
-  mesh = compat.concrete_context_mesh() or group.mesh
+  mesh = compat.concrete_context_mesh() or view.group.mesh
   if isinstance(mesh, jax.sharding.AbstractMesh):
     return
-  specs = jax.tree.broadcast(_specs(group, tuple(kinds)), tuple(args))
+  specs = jax.tree.broadcast(_specs(view.group, tuple(kinds)), tuple(args))
   leaves = jax.tree.leaves_with_path(tuple(args))
   for (path, x), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
     if not isinstance(x, jax.Array):
@@ -345,7 +355,7 @@ def _check_places(
     name = names[first.idx]
     if below:
       name = jax.tree_util.keystr((below[-1],), simple=True)
-    what = f"{op}: {name} of shape {x.shape}"
+    what = f"{view.op}: {name} of shape {x.shape}"
     if isinstance(x, jax.core.Tracer):
       has = jax.typeof(x).sharding.spec
       pairs = itertools.zip_longest(has, spec)

@@ -3,15 +3,21 @@
 
 Each op's primitive is lowered to a function of one rank's arrays. `ep_prepare`
 gathers the number of tokens per rank and expert, and every rank computes its
-plan from these counts (xla/plans.py). Dispatch sends rows along the plan, and
-combine sends rows back (xla/exchanges.py).
+plan from these counts (plans.py). Dispatch sends rows along the plan, and
+combine sends rows back: by XLA's ragged all-to-all (ragged.py), or on CPUs,
+where XLA has no such collective, in buckets (padded.py).
+
+An op raises the error of any rank on all ranks. If the program cannot call
+Python, or must not (`ep_bootstrap(errors="flag")`), the op's results are NaN
+instead, and the handle carries the fault of its routing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NoReturn
 
 import jax
 from jax import lax
@@ -19,12 +25,14 @@ from jax.core import Tracer
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.xla import checks, exchanges, plans
+from ep._src.backends.xla import padded, plans, ragged
 from ep._src.base import compat, errors
 from ep._src.base.backend import Backend, Join
-from ep._src.base.compat import LoweringContext
-from ep._src.base.errors import fail_if, FAULT_WORDS
+from ep._src.base.compat import fail_if, LoweringContext
+from ep._src.base.errors import FAULT_WORDS
 from ep._src.base.group import Connection, EpGroup, Sizes
+
+_Send = Callable[..., list[jax.Array]]
 
 
 class XlaBackend(Backend):
@@ -69,48 +77,79 @@ class XlaConnection(Connection):
   ) -> Any:
     if not compat.can_call_python(ctx):
       sizes = dataclasses.replace(sizes, raises=False)
-    on_cpus = compat.is_for_cpus(ctx)
-
-    def fn(*operands: Any) -> Sequence[jax.Array]:
-      if not sizes.T:
-        return [jnp.zeros(out.shape, out.dtype) for out in ctx.avals_out]
-      if op == "ep_prepare":
-        return _prepare(sizes, *operands)
-      mem, *arrays = operands
-      plan, is_sound = plans.unpack(sizes, mem[: -4 * FAULT_WORDS])
-      is_sound = checks.check_plan(sizes, on_cpus, op, plan.routing, is_sound)
-      outs = _MOVERS[op](sizes, on_cpus, plan, is_sound, *arrays)
-      if op == "ep_combine" and sizes.checked:
-        return [checks.check_finite(sizes, *outs)]
-      return outs
-
+    fn = functools.partial(
+      _run, op, sizes, compat.is_for_cpus(ctx), ctx.avals_out
+    )
     scope = jax.named_scope(f"{op}[{sizes.name}]")
     return compat.lower_local(scope(fn))(ctx, *operands)
 
 
+def _run(
+  op: str,
+  sizes: Sizes,
+  on_cpus: bool | None,
+  types: Sequence[Any],
+  *operands: jax.Array,
+) -> list[jax.Array]:
+  """Returns the results of an op, of some types, on one rank.
+
+  `on_cpus` is whether the program is for CPUs; None if also for others.
+  """
+  if not sizes.T:
+    return [jnp.zeros(x.shape, x.dtype) for x in types]
+  if op == "ep_prepare":
+    return _prepare(sizes, *operands)
+  mem, *arrays = operands
+  plan, is_sound = plans.unpack(sizes, mem[: -4 * FAULT_WORDS])
+  # On other platforms, the check would make each op wait for the host.
+  if on_cpus and sizes.raises:
+    is_sound &= _check_plan(sizes, op, plan.routing, is_sound)
+  in_buckets, by_slices = (functools.partial(f, sizes) for f in _WAYS[op])
+  outs: list[jax.Array]
+  if on_cpus or sizes.P == 1:
+    outs = in_buckets(plan, is_sound, *arrays)
+  elif on_cpus is None:
+    outs = lax.platform_dependent(
+      plan, is_sound, *arrays, cpu=in_buckets, default=by_slices
+    )
+  else:
+    outs = by_slices(plan, is_sound, *arrays)
+  if op == "ep_combine":
+    out = _sum(*outs)
+    return [_check_finite(sizes, out) if sizes.checked else out]
+  if op == "ep_dispatch_bwd":
+    terms, weights = outs
+    return [_sum(terms), weights.T]
+  return outs
+
+
 def _prepare(sizes: Sizes, idx: jax.Array) -> list[jax.Array]:
   choices = plans.sort_choices(sizes, idx)
-  wrong, configs, start, digests = exchanges.share(
+  wrong, configs, start, digests = _share(
     sizes,
     errors.first_wrong_choice(idx, sizes.E),
     jnp.full(1, sizes.fingerprint % 2**31, jnp.int32),
     choices.start,
-    plans.digest(plans.int32(idx).reshape(-1))[None],
+    plans.digest(idx.astype(jnp.int32).reshape(-1))[None],
   )
-  slabs = plans.make_slabs(sizes, start)
-  needed = slabs.offset[:, -1]
-  most = sizes.C if sizes.overflow == "error" else None
-  label = sizes.name, sizes.K, sizes.E, sizes.C
-  fault = errors.fault_of_routing(wrong, configs[:, 0], needed, most, *label)
+  plan, offset, tokens = plans.make_plan(sizes, choices, start, digests[:, 0])
+  needed = offset[:, -1]
+  fault = errors.fault_of(
+    wrong,
+    sizes.name,
+    sizes.K,
+    sizes.E,
+    sizes.C,
+    needed=needed if sizes.overflow == "error" else None,
+    configs=configs[:, 0],
+  )
   failed = fail_if(
     fault[0] > 0, errors.raise_fault, fault, can_raise=sizes.raises
   )
-  plan = plans.make_plan(sizes, choices, slabs, digests[:, 0])
   mem = jnp.concatenate([plans.pack(sizes, plan) + failed, fault])
   needed = jnp.where(failed, -1, needed)
   me = lax.axis_index(sizes.group.axis_name)
-  offset = slabs.offset[me].clip(max=sizes.C)
-  tokens = slabs.before[me, :, -1]
+  offset, tokens = offset[me].clip(max=sizes.C), tokens[me]
   token_counts = jnp.minimum(tokens, sizes.C - offset[:-1])
   kept = (plan.place < idx.size).reshape(idx.shape)
   return [
@@ -124,14 +163,15 @@ def _prepare(sizes: Sizes, idx: jax.Array) -> list[jax.Array]:
   ]
 
 
-def _combine(*args: Any) -> list[jax.Array]:
-  terms, *weights = exchanges.to_choices(*args)
-  return [_sum(terms, *weights)]
-
-
-def _dispatch_bwd(*args: Any) -> list[jax.Array]:
-  terms, weights = exchanges.to_choices(*args)
-  return [_sum(terms), weights.T]
+# For each op that sends rows: its function on CPUs, and on other platforms.
+_TO_SLOTS = padded.to_slots, ragged.to_slots
+_TO_CHOICES = padded.to_choices, ragged.to_choices
+_WAYS: dict[str, tuple[_Send, _Send]] = {
+  "ep_dispatch": _TO_SLOTS,
+  "ep_combine": _TO_CHOICES,
+  "ep_dispatch_bwd": _TO_CHOICES,
+  "ep_combine_bwd": _TO_SLOTS,
+}
 
 
 def _sum(rows: jax.Array, weights: jax.Array | None = None) -> jax.Array:
@@ -162,10 +202,52 @@ def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-# The functions take the arguments of `exchanges.to_slots`.
-_MOVERS: dict[str, Callable[..., list[jax.Array]]] = {
-  "ep_dispatch": exchanges.to_slots,
-  "ep_combine": _combine,
-  "ep_dispatch_bwd": _dispatch_bwd,
-  "ep_combine_bwd": exchanges.to_slots,
-}
+def _share(sizes: Sizes, *arrays: jax.Array) -> list[jax.Array]:
+  """All-gathers vectors [n] to [P, n], all of them in one collective."""
+  mine = jnp.concatenate(arrays)[None]
+  if sizes.P > 1:
+    mine = lax.all_gather(mine, sizes.group.axis_name, tiled=True)
+  return jnp.split(mine, np.cumsum([a.size for a in arrays])[:-1], axis=1)
+
+
+def _check_plan(
+  sizes: Sizes, op: str, routing: jax.Array, is_sound: jax.Array
+) -> jax.Array:
+  """Returns True; fails unless all ranks have sound plans of one routing."""
+  what = f'{op}(layer "{sizes.name}")'
+
+  def fail(shared: np.ndarray) -> NoReturn:
+    unsound, routing = shared.T
+    if unsound.any():
+      raise ValueError(
+        f"{what}, rank {np.argmax(unsound)}: handle.mem is not the routing"
+        " state that ep_prepare returned on this rank for this layer; pass that"
+        " handle unchanged"
+      )
+    raise errors.disagreement(what, "the routing of the handle", routing)
+
+  mine = jnp.concatenate([(~is_sound).astype(jnp.int32)[None], routing])
+  (shared,) = _share(sizes, mine)
+  failed = (shared[:, 0] > 0).any() | (shared[:, 1] != shared[0, 1]).any()
+  return fail_if(failed, fail, shared, can_raise=True) == 0
+
+
+def _check_finite(sizes: Sizes, out: jax.Array) -> jax.Array:
+  """Returns `out` [T, H] of `ep_combine`; fails if an element is not finite."""
+  wrong = ~jnp.isfinite(out).reshape(-1)
+  first = jnp.stack([wrong.any(), jnp.argmax(wrong)]).astype(jnp.int32)
+  (all_first,) = _share(sizes, first)
+
+  def fail(all_first: np.ndarray) -> NoReturn:
+    rank = int(np.argmax(all_first[:, 0]))
+    token, column = divmod(int(all_first[rank, 1]), out.shape[1])
+    raise ValueError(
+      f'ep_combine(layer "{sizes.name}"): out[{token}, {column}] of rank'
+      f" {rank} is not finite"
+    )
+
+  failed = fail_if(
+    (all_first[:, 0] > 0).any(), fail, all_first, can_raise=sizes.raises
+  )
+  checked: jax.Array = lax.optimization_barrier((out, failed))[0]
+  return checked

@@ -17,7 +17,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base.arrays import iota
 from ep._src.base.group import Sizes
 
 # The number of uint32 values. If a key and its value fit into one uint32, they
@@ -59,24 +58,17 @@ class Choices(NamedTuple):
   start: jax.Array  # [V + 1] start of the choices of each expert slot
 
 
-class Slabs(NamedTuple):
-  """The layout of the expert slabs of all ranks, int32."""
-
-  start: jax.Array  # [P, V + 1] `Choices.start` of each rank
-  counts: jax.Array  # [P, L, P] tokens for each rank's experts, by source rank
-  before: jax.Array  # [P, L, P + 1] sums of `counts` over earlier sources
-  offset: jax.Array  # [P, L + 1] first slot of each slab; end of the last slab
-
-
 def sort_choices(sizes: Sizes, idx: jax.Array) -> Choices:
   """Returns the choices of `topk_idx` [T, K] in the order of their experts."""
   flat = idx.reshape(-1)
   is_valid = (flat >= 0) & (flat < sizes.E)
   expert = jnp.where(is_valid, flat, sizes.V)
-  expert, order = _sort(sizes.V + 1, expert, flat.size, iota(flat.size))
-  slots = iota(sizes.V + 1)
+  expert, order = _sort(
+    sizes.V + 1, expert, flat.size, lax.iota(jnp.int32, flat.size)
+  )
+  slots = lax.iota(jnp.int32, sizes.V + 1)
   start = jnp.searchsorted(expert, slots, method="compare_all")
-  return Choices(order, expert, int32(start))
+  return Choices(order, expert, start.astype(jnp.int32))
 
 
 def _sort(
@@ -93,48 +85,58 @@ def _sort(
     keys, values = words >> np.uint32(bits), words & np.uint32((1 << bits) - 1)
   else:
     keys, values = lax.sort((keys, values), num_keys=2, is_stable=False)
-  return int32(keys), int32(values)
-
-
-def make_slabs(sizes: Sizes, start: jax.Array) -> Slabs:
-  """Returns the slab layout from `Choices.start` of all ranks, [P, V + 1]."""
-  P, L = sizes.P, sizes.L
-  counts = jnp.diff(start).T.reshape(P, L, P)
-  before = _sums(counts)
-  alignment = sizes.alignment
-  padded = div(before[..., -1] + (alignment - 1), alignment) * alignment
-  return Slabs(start, counts, before, _sums(padded))
+  return keys.astype(jnp.int32), values.astype(jnp.int32)
 
 
 def make_plan(
-  sizes: Sizes, choices: Choices, slabs: Slabs, digests: jax.Array
-) -> Plan:
-  """Returns the plan of this rank; `digests` [P] are digests of `topk_idx`."""
+  sizes: Sizes, choices: Choices, start: jax.Array, digests: jax.Array
+) -> tuple[Plan, jax.Array, jax.Array]:
+  """Returns the plan of this rank, and the layout of the slabs of all ranks.
+
+  Args:
+    sizes: the sizes of the op.
+    choices: the choices of this rank.
+    start: `Choices.start` of all ranks, int32 [P, V + 1].
+    digests: a digest of `topk_idx` of each rank, int32 [P].
+
+  Returns:
+    plan: the plan.
+    offset: int32 [P, L + 1], the first slot of each slab; the end of the last.
+    tokens: int32 [P, L], the choices of each local expert.
+  """
+  P, L, alignment = sizes.P, sizes.L, np.int32(sizes.alignment)
+  counts = jnp.diff(start).T.reshape(P, L, P)  # the last axis: source ranks
+  before = _sums(counts)
+  tokens = before[..., -1]
+  padded = lax.div(tokens + (alignment - 1), alignment) * alignment
+  offset = _sums(padded)
   me = lax.axis_index(sizes.group.axis_name)
-  slot = slabs.offset[:, :-1, None] + slabs.before[..., :-1]
-  size = jnp.clip(sizes.C - slot, 0, slabs.counts)
+  slot = offset[:, :-1, None] + before[..., :-1]
+  size = jnp.clip(sizes.C - slot, 0, counts)
   of_choices = Slices(
-    slabs.start[me, :-1], size[..., me].reshape(-1), slot[..., me].reshape(-1)
+    start[me, :-1], size[..., me].reshape(-1), slot[..., me].reshape(-1)
   )
-  remote = lax.dynamic_slice_in_dim(slabs.start, me * sizes.L, sizes.L, 1)
+  remote = lax.dynamic_slice_in_dim(start, me * L, L, 1)
   of_slots = Slices(*(x.reshape(-1) for x in (slot[me].T, size[me].T, remote)))
 
   num = choices.order.size
+  index = lax.iota(jnp.int32, num)
   is_sent = choices.expert < sizes.V
   if sizes.overflow != "error":
     end = of_choices.start + of_choices.size
-    is_sent &= iota(num) < take(end, choices.expert)
-  place = jnp.where(is_sent, iota(num), num)
+    is_sent &= index < take(end, choices.expert)
+  place = jnp.where(is_sent, index, num)
   # A sort inverts the permutation: on TPUs a scatter copies word after word.
   _, place = _sort(num, choices.order, num + 1, place)
-  return Plan(
+  plan = Plan(
     choices.order,
     place,
     of_choices,
     of_slots,
-    used=slabs.offset[me, -1:].clip(max=sizes.C),
+    used=offset[me, -1:].clip(max=sizes.C),
     routing=digest(digests)[None],
   )
+  return plan, offset, tokens
 
 
 def pack(sizes: Sizes, plan: Plan) -> jax.Array:
@@ -177,15 +179,8 @@ def digest(words: jax.Array) -> jax.Array:
   bits are mixed into low bits, because high bits of words may cancel in a sum.
   """
   factors = jnp.arange(1, 2 * words.size, 2, dtype=jnp.int32)
-  return _sum((words ^ lax.shift_right_logical(words, np.int32(16))) * factors)
-
-
-def sources(sizes: Sizes, plan: Plan, num: int) -> list[jax.Array]:
-  """Returns the index of each sorted choice in each of `num` arrays.
-
-  The first array has a row for each token, and the others one for each choice.
-  """
-  return [div(plan.order, sizes.K)] + [plan.order] * (num - 1)
+  mixed = words ^ lax.shift_right_logical(words, np.int32(16))
+  return (mixed * factors).sum(dtype=jnp.int32)
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -193,21 +188,9 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
   return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
-def div(x: jax.Array, n: int) -> jax.Array:
-  """Returns `x // n` for int32 `x` >= 0, in one instruction."""
-  return lax.div(x, np.int32(n))
-
-
-def int32(x: jax.Array) -> jax.Array:
-  return x.astype(jnp.int32)
-
-
-def _sum(x: jax.Array, axis: int | None = None) -> jax.Array:
-  return x.sum(axis, dtype=jnp.int32)
-
-
 def _sums(x: jax.Array) -> jax.Array:
   """Returns the sums of the first 0, 1, 2... words of the last axis."""
   n = x.shape[-1]
-  is_before = iota(n)[None] < iota(n + 1)[:, None]
-  return _sum(jnp.where(is_before, x[..., None, :], 0), -1)
+  is_before = np.arange(n) < np.arange(n + 1)[:, None]
+  terms = jnp.where(is_before, x[..., None, :], 0)
+  return terms.sum(-1, dtype=jnp.int32)

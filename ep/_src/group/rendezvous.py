@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A meeting, in which processes check that they agree, and exchange data.
+"""Lets the processes of a mesh agree on a group before they connect.
 
-A meeting uses a folder of JAX's key-value store, which the first process
-deletes at the next meeting:
+The processes meet in JAX's key-value store. They exchange the values that must
+be equal on all of them, and the introductions with which native groups find
+each other. Each process computes the EP domains from the mesh (meshes.py). A
+meeting uses a folder of the store, which the first process deletes at the next
+meeting:
 
     terms/<process>                    the values on which all must agree
     introduction/<domain>/<process>    the data for processes of its domain
@@ -18,17 +21,25 @@ domain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import math
+import pathlib
 import time
 from typing import Any
 
 import jax
+import jaxlib.version
 
+from ep._src.base import compat, meshes
+from ep._src.base.group import check_free, EpGroup
 from ep._src.group import liveness
+from ep._src.native import ffi
 
 # The first process polls for digests at intervals from _SOON_S to _LOOK_AFTER_S
 # seconds, and for dead processes every _LOOK_AFTER_S seconds.
@@ -37,10 +48,109 @@ _SOON_S, _LOOK_AFTER_S = 0.01, 0.5
 # _PATIENT_S to _RARELY_S seconds.
 _PATIENT_S, _RARELY_S = 2.0, 8.0
 
+# Prefixes of the XLA flags that do not change the compiled program.
+_HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_")
 
-def digest(value: object) -> str:
-  """Returns a hash of a value, as 16 hexadecimal digits."""
-  return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+# Counters of bootstraps and meetings. Each key identifies a set of processes,
+# and all processes of the set have the same count.
+_serials: collections.defaultdict[str, itertools.count[int]]
+_serials = collections.defaultdict(itertools.count)
+
+# Folders of past meetings in the key-value store, by the set of processes.
+_folders: collections.defaultdict[str, list[str]]
+_folders = collections.defaultdict(list)
+
+
+def group_name(mesh: meshes.Mesh, name: str | None) -> str:
+  """Returns `name`, or a new name if it is None; equal on all processes."""
+  if name is not None:
+    return name
+  members = meshes.processes(mesh)
+  who = _digest(members)
+  suffix = "" if len(members) == jax.process_count() else f"@{who}"
+  return f"ep{next(_serials[who])}{suffix}"
+
+
+def join(
+  group: EpGroup,
+  introduce: Callable[[], dict[str, Any]],
+  domain: int = 0,
+  settings: Mapping[str, str] | None = None,
+) -> dict[int, dict[str, Any]]:
+  """Returns the results of `introduce` on all processes of the same domain.
+
+  Collective over the processes of the mesh.
+
+  Raises:
+    ValueError, RuntimeError, or an error of `introduce`: on all processes, if
+      `introduce` raises on one, if they disagree on the group, on versions or
+      on `settings`, if the name is taken, or if a process has died or is late.
+  """
+
+  def propose() -> tuple[EpGroup, dict[str, Any]]:
+    check_free(group.name)
+    return group, introduce()
+
+  return _meet("ep_bootstrap", group, propose, domain, settings or {})[1]
+
+
+def agree(what: str, group: EpGroup, propose: Callable[[], EpGroup]) -> EpGroup:
+  """Returns `propose()`, after all processes of `group` agreed on the result.
+
+  Collective over the processes of `group`. Raises errors like `join`.
+  """
+  return _meet(what, group, lambda: (propose(), {}), domain=0, settings={})[0]
+
+
+def _meet(
+  what: str,
+  group: EpGroup,
+  propose: Callable[[], tuple[EpGroup, dict[str, Any]]],
+  domain: int,
+  settings: Mapping[str, str],
+) -> tuple[EpGroup, dict[int, dict[str, Any]]]:
+  """Returns the group that all processes propose, and `join`'s result.
+
+  Collective over the processes of the mesh of `group`, with its `timeout_s`.
+  """
+  me = jax.process_index()
+  members = meshes.processes(group.mesh)
+  if me not in members:
+    raise ValueError(
+      f"{what}: process {me} has no device in the mesh; call {what} only on the"
+      " processes of the mesh."
+    )
+  client = compat.distributed_client()
+  if client is None and len(members) > 1:
+    raise RuntimeError(
+      f"{what}: the mesh spans several processes, but jax.distributed is"
+      " not initialized; call jax.distributed.initialize() first."
+    )
+  liveness.announce()
+  if len(members) == 1:
+    proposal, introduction = propose()
+    return proposal, {me: introduction}
+  who = _digest(members)
+  folder = f"ep/join/{who}/{next(_serials[f'joins of {who}'])}"
+  meeting = Meeting(what, client, folder, members, me, group.timeout_s)
+  try:
+    proposal, introduction = propose()
+    terms = proposal.texts() | versions(group.backend) | _compiler_settings()
+    terms.update(settings)
+    if meshes.has_devices(proposal.mesh):
+      ids = [device.id for device in proposal.mesh.devices.flat]
+      terms["mesh"] += f" of the devices {ids}"
+  except Exception as e:
+    meeting.fail(e)
+    raise
+  finally:
+    _folders[who].append(folder)
+  meeting.publish(terms, introduction, domain)
+  meeting.settle(terms)
+  answers = meeting.introductions(domain) if introduction else {}
+  meeting.delete(_folders[who][:-1])
+  del _folders[who][:-1]
+  return proposal, answers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,22 +171,6 @@ class Meeting:
       text = f"process {self.me} failed: {error}"
       self._set("verdict", dict(error="RuntimeError", text=text))
 
-  def hold(
-    self,
-    terms: Mapping[str, str],
-    introduction: Mapping[str, Any],
-    domain: int,
-  ) -> dict[int, dict[str, Any]]:
-    """Runs the meeting; returns the domain's introductions, or {} if none.
-
-    Raises:
-      ValueError: on all processes, if their terms differ.
-      RuntimeError: on all processes, if one failed, died or did not arrive.
-    """
-    self.publish(terms, introduction, domain)
-    self.settle(terms)
-    return self.introductions(domain) if introduction else {}
-
   def publish(
     self,
     terms: Mapping[str, str],
@@ -86,10 +180,15 @@ class Meeting:
     self._set(f"terms/{self.me}", terms)
     if introduction:
       self._set(f"introduction/{domain}/{self.me}", introduction)
-    self._set(f"digest/{self.me}", dict(terms=digest([*terms.items()])))
+    self._set(f"digest/{self.me}", dict(terms=_digest([*terms.items()])))
 
   def settle(self, terms: Mapping[str, str]) -> None:
-    """Waits until all processes have published terms; raises as `hold` does."""
+    """Waits until all processes have published terms.
+
+    Raises:
+      ValueError: on all processes, if their terms differ.
+      RuntimeError: on all processes, if one failed, died or did not arrive.
+    """
     if self._is_first:
       verdict = self._judge(terms)
       self._set("verdict", verdict)
@@ -118,7 +217,7 @@ class Meeting:
 
   def _judge(self, terms: Mapping[str, str]) -> dict[str, str]:
     """Returns the verdict: {} if all agree, or the error."""
-    mine = digest([*terms.items()])
+    mine = _digest([*terms.items()])
     deadline = time.monotonic() + self.timeout_s
     look_at = time.monotonic() + _LOOK_AFTER_S
     pause_s = _SOON_S
@@ -197,3 +296,45 @@ class Meeting:
 
 def _died(process: int) -> str:
   return f"process {process} died; restart the job."
+
+
+def _digest(value: object) -> str:
+  """Returns a hash of a value, as 16 hexadecimal digits."""
+  return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def versions(backend: str) -> dict[str, str]:
+  """Returns the versions of the software of a backend, by name.
+
+  The versions of ep's files are digests.
+  """
+  package = sorted(pathlib.Path(__file__).parents[2].rglob("*.py"))
+  found = {
+    "the version of jax": jax.__version__,
+    "the version of jaxlib": jaxlib.version.__version__,
+    "the digest of the ep package": _file_digest(package),
+  }
+  if backend in ffi.PLATFORMS:
+    library = ffi.find_library(backend)
+    found[f"the digest of {library.name}"] = _file_digest([library])
+  return found
+
+
+def _compiler_settings() -> dict[str, str]:
+  """Returns the options with which XLA compiles all programs, by name.
+
+  XLA may copy an op (if a jitted function is called twice) and chooses the
+  order of the copies. The native engine matches ranks' copies by this order.
+  """
+  flags = compat.xla_flags()
+  names = [n for n in sorted(flags) if not n.startswith(_HARMLESS_FLAGS)]
+  text = " ".join(flags[name] for name in names) or "(none)"
+  return {"XLA_FLAGS": text, **compat.compiler_options()}
+
+
+def _file_digest(files: Iterable[pathlib.Path]) -> str:
+  digest = hashlib.sha256()
+  for file in files:
+    digest.update(file.read_bytes())
+  return digest.hexdigest()[:16]
