@@ -242,14 +242,6 @@ def test_a_second_call_compiles_nothing(of):
   assert not found
 
 
-def test_the_layer_depends_on_its_activation():
-  case = Case(layer())
-  for activation, is_zero in [(jnp.zeros_like, True), (jnp.tanh, False)]:
-    fn, inputs = of_layer(case, activation)
-    for shard in fn(*inputs).addressable_shards:
-      assert np.any(shard.data) != is_zero
-
-
 def test_a_repeated_layer_is_traced_once():
   calls = []
 

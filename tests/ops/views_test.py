@@ -22,7 +22,6 @@ VIEWS = {
   "local": local_view,
   "local_without_vma": functools.partial(local_view, check_vma=False),
 }
-BOTH_VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 
 
 @pytest.mark.parametrize(
@@ -119,20 +118,6 @@ def test_copies_of_tokens_give_a_warning(recwarn):
   assert warning.filename == __file__
   for word in "ep_prepare", "topk_idx", "['copies']", "data_axes":
     assert word in str(warning.message)
-
-
-@of_one_process
-@BOTH_VIEWS
-def test_arguments_that_all_ranks_share(view):
-  """Constants are not varying in `shard_map`, and ops take them."""
-
-  def with_constants(ops, tokens):
-    ones = jnp.ones((*tokens.shape[:-1], K))
-    recv, recv_weights = ops.dispatch(jnp.ones(tokens.shape), ones)
-    return ops.combine(recv, recv_weights), ops.combine(jnp.ones_like(recv))
-
-  case = Case(layer(), "with_unused_choices", whole=True)
-  case.check(with_constants, case.tokens(), view=view)
 
 
 def test_an_orthogonal_axis_makes_separate_domains():
