@@ -35,9 +35,6 @@ def test_grouped_matmuls_are_measured(capfd):
     assert output.count(line) == 2
 
 
-# --- In this process ----------------------------------------------------------
-
-
 @pytest.fixture
 def mesh():
   """Makes the mesh of this process, and halves the compile time of XLA.
@@ -104,9 +101,6 @@ def test_every_layer_is_right(mesh):
   assert [*results["moe_grad"]] == names
   of_op = results["moe_grad"].values()
   assert all(result.planned_bytes > 0 for result in of_op)
-
-
-# --- Reports and flags --------------------------------------------------------
 
 
 def _results(**seconds):

@@ -202,11 +202,9 @@ def of_ops(case):
   return global_view(case.layer, round_trip), [*map(case.put, inputs)]
 
 
-def of_layer(case, activation=jax.nn.silu):
+def of_layer(case):
   def call(topk_idx, tokens, weights, experts):
-    return ep.moe_layer(
-      case.layer, tokens, topk_idx, weights, activation=activation, **experts
-    )
+    return ep.moe_layer(case.layer, tokens, topk_idx, weights, **experts)
 
   group = case.layer.group
   rng = np.random.default_rng(1)
