@@ -156,16 +156,6 @@ def test_tokamax_computes_gradients_of_matrices_on_hopper_alone(
   assert caplog.text.count("tokamax multiplies all rows for each matrix") == 3
 
 
-def test_an_exported_program_has_no_kernels():
-  shapes = (128, 64), (8, 64, 64), (8,)
-  dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32
-  args = map(jax.ShapeDtypeStruct, shapes, dtypes)
-  exported = jax.export.export(jax.jit(ep.grouped_matmul), platforms=["cuda"])
-  text = exported(*args).mlir_module()
-  assert "mosaic" not in text
-  assert "ragged_dot" not in text
-
-
 def test_the_loop_has_a_static_length_and_no_tf32():
   """A static length needs no copy of the loop condition to the host."""
   args = map(

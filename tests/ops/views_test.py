@@ -44,24 +44,6 @@ def test_views_agree(mesh, axis_type, view):
     assert leaf.sharding.is_equivalent_to(over_ranks, leaf.ndim)
 
 
-def test_resharding_an_array_gives_a_warning(recwarn):
-  config = layer("dp2_ep2")
-  case = Case(config, whole=True)
-  mesh = config.group.mesh
-  ep.ep_prepare(config, case.put(case.topk_idx))
-  assert not [w for w in recwarn if "ep_prepare" in str(w.message)]
-  resharded = to_global(case.topk_idx, mesh, PartitionSpec(("ep", "dp")))
-  with pytest.warns(UserWarning) as warnings:
-    handle = ep.ep_prepare(config, resharded)
-  (warning,) = warnings
-  assert warning.filename == __file__  # The warning points to the caller.
-  message = str(warning.message)
-  ends = "every call", "tp_axis"
-  for word in ["ep_prepare", "('ep', 'dp')", "('dp', 'ep')", *ends]:
-    assert word in message
-  assert_same(Ops(handle).sizes(), case.oracle.sizes())
-
-
 @of_one_process
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_axis_that_splits_parameters_gives_a_warning(compiled, recwarn):
