@@ -251,6 +251,7 @@ def test_masked_tokens_may_be_nan(row):
 
 
 @one_program
+@of_one_process
 @columns()
 def test_vmap_of_any_number_of_examples(row):
   """y and gradients equal a batch's; metrics are of all examples."""
@@ -335,6 +336,7 @@ def test_each_domain_decides_whether_it_needs_chunks():
 
 
 @one_program
+@of_one_process
 @columns("deterministic")
 def test_bfloat16(row):
   data, setup = data_of(row), Setup(row)
@@ -357,6 +359,7 @@ def test_bfloat16(row):
 
 
 @one_program
+@of_one_process
 @columns("chunk")
 def test_tangents(row):
   """On one EP rank, the loss has the tangent that gradients on four give."""
