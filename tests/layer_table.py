@@ -122,7 +122,14 @@ ROWS = {
     ids="forced_idx",
     is_placed=True,
   ),
-  "tp": Row(dict(tp_axis="dp", biases=True, shared_inner=SHARED)),
+  "tp": Row(
+    dict(
+      tp_axis="dp",
+      biases=True,
+      shared_inner=SHARED,
+      implementation="ragged_dot",
+    )
+  ),
   "token_chunks": Row(
     dict(
       token_chunks=3,

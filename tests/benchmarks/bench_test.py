@@ -11,31 +11,13 @@ from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-from benchmarks import contenders, ep_bench, grouped_matmul, measure, report
+from benchmarks import contenders, grouped_matmul, measure, report
 from benchmarks import workload as workload_lib
 from benchmarks.exchanges import Gathered
 import ep
 from ep.testing._routings import ROUTINGS
-import programs
 
 SHAPE = workload_lib.Shape(tokens=6, hidden=5, top_k=2, num_experts=8)
-
-
-def test_a_benchmark_prints_tables_and_a_verdict(monkeypatch, capfd):
-  """No time is below the bound; CI runs the gate with a bound that holds."""
-  flags = [
-    f"--shapes={SHAPE}",
-    "--ops=prepare,round_trip",
-    f"--contenders=host,nccl,{contenders.HAND_WRITTEN}",
-    "--rounds=3",
-    "--worlds=1x4",
-    "--gate=1e9",
-  ]
-  code, output = programs.run_here(ep_bench.main, flags, monkeypatch, capfd)
-  assert code, output
-  for op in ("prepare", "round_trip"):
-    assert f"{op}  {SHAPE}  float32  processes 1x4" in output, output
-    assert f"FAILED: 1x4 {SHAPE} float32 {op}: host is" in output
 
 
 def test_grouped_matmuls_are_measured(capfd):
@@ -51,9 +33,6 @@ def test_grouped_matmuls_are_measured(capfd):
   output += capfd.readouterr().out
   for line in "ep, with gradients: ", "ep, forward: ":
     assert output.count(line) == 2
-
-
-# --- In this process ----------------------------------------------------------
 
 
 @pytest.fixture
@@ -122,9 +101,6 @@ def test_every_layer_is_right(mesh):
   assert [*results["moe_grad"]] == names
   of_op = results["moe_grad"].values()
   assert all(result.planned_bytes > 0 for result in of_op)
-
-
-# --- Reports and flags --------------------------------------------------------
 
 
 def _results(**seconds):

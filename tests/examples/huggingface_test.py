@@ -135,29 +135,6 @@ def test_both_directions_keep_the_bits_of_files(config):
     assert x.flags.c_contiguous, key
 
 
-def test_all_but_routers_keep_their_dtype():
-  config, low = CONFIGS["deepseek"], jnp.dtype("bfloat16")
-  files = {k: v.astype(low) for k, v in draw_weights(config).items()}
-  params, state = huggingface.from_checkpoint(config, files, PREFIX)
-  dtypes = {name: x.dtype for name, x in params.items()}
-  assert dtypes.pop("router") == state.bias.dtype == np.float32
-  assert {*dtypes.values()} == {low}
-
-
-@pytest.mark.parametrize(
-  "changes, words",
-  [
-    (dict(model_type="llama"), ["model_type = 'llama'", "qwen3_moe"]),
-    (dict(n_routed_experts=None), ["n_routed_experts; pass all of"]),
-    (dict(hidden_act="gelu"), ["hidden_act = 'gelu'", "'silu'"]),
-  ],
-  ids=str,
-)
-def test_a_config_is_refused_by_its_key(changes, words):
-  with refused(*words):
-    huggingface.layer_config(CONFIGS["deepseek"] | changes)
-
-
 UP = PREFIX + "experts.3.up_proj.weight"
 
 

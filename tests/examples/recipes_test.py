@@ -130,30 +130,22 @@ def test_a_module_trains_as_the_layer_does(moe, x, train):
 
 
 def test_flax_variables_carry_their_shardings(moe):
-  """NNX derives the shardings of variables, stacked layers' and moments'."""
-
-  @nnx.split_rngs(splits=2)
-  @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
-  def stacked(rngs):
-    return flax_moe.MoE(moe, rngs=rngs)
+  """NNX derives the shardings of variables and of their moments."""
 
   @nnx.jit
   def create():
-    rngs = nnx.Rngs(0)
-    models = [flax_moe.MoE(moe, rngs=rngs), stacked(rngs)]
-    optimizers = [nnx.Optimizer(m, _OPTIMIZER, wrt=nnx.Param) for m in models]
-    return nnx.List(models), nnx.List(optimizers)
+    model = flax_moe.MoE(moe, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, _OPTIMIZER, wrt=nnx.Param)
 
   def check(x, sharding):
     assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
   mesh = moe.group.mesh
   with jax.set_mesh(mesh):
-    models, optimizers = create()
-  for lead, model in enumerate(models):
-    specs = nnx.get_partition_spec(nnx.state(model))["params"]
-    assert {n: v.get_value() for n, v in specs.items()} == moe.specs(lead)
-  state = nnx.state((models, optimizers))
+    model, optimizer = create()
+  specs = nnx.get_partition_spec(nnx.state(model))["params"]
+  assert {n: v.get_value() for n, v in specs.items()} == moe.specs()
+  state = nnx.state((model, optimizer))
   jax.tree.map(check, state, nnx.get_named_sharding(state, mesh))
 
 

@@ -2,7 +2,6 @@
 """Tests groups and layers: bootstrap, resize, capacities, copies, closing."""
 
 import copy
-import math
 from multiprocessing.reduction import ForkingPickler
 import threading
 
@@ -125,11 +124,6 @@ def test_integers_of_numpy_are_integers():
     found = group.num_experts, config.top_k, config.capacity
     assert found == (E, 2, 32)
     assert all(type(size) is int for size in found)
-
-
-def test_a_timeout_without_end():
-  with bootstrap(make_mesh({"ep": 4}), timeout_s=math.inf) as group:
-    Case(ep.EpLayerConfig(group)).check_round_trip()
 
 
 def test_names_of_groups():

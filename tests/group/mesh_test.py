@@ -54,7 +54,6 @@ def case_of(group):
 
 OTHERS = {
   "devices": mesh_of([0, 2, 1, 3], ("dp", "ep")),
-  "reversed": mesh_of([3, 2, 1, 0], ("dp", "ep")),
   "domains_mixed": mesh_of([0, 3, 2, 1], ("dp", "ep")),
   "axes": mesh_of([0, 1, 2, 3], ("ep", "dp")),
 }

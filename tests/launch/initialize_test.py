@@ -102,16 +102,6 @@ def _slice(rank):
   }
 
 
-def _two_slices(rank):
-  return {
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "MEGASCALE_COORDINATOR_ADDRESS": "localhost",
-    "MEGASCALE_NUM_SLICES": "2",
-    "MEGASCALE_SLICE_ID": str(rank),
-  }
-
-
 _MPI4PY = """
 import os, socket
 class COMM_WORLD:
@@ -130,7 +120,7 @@ def _path_with(folder):
 
 
 @pytest.mark.parametrize(
-  "of_rank", [_slurm, _open_mpi_4, _open_mpi_5, _mpich, _slice, _two_slices]
+  "of_rank", [_slurm, _open_mpi_4, _open_mpi_5, _mpich, _slice]
 )
 def test_initialize_joins_the_processes_of_a_cluster(tmp_path, of_rank):
   env = dict(JAX_COORDINATOR_PORT=str(programs.free_port()))
@@ -138,7 +128,7 @@ def test_initialize_joins_the_processes_of_a_cluster(tmp_path, of_rank):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py/MPI.py").write_text(_MPI4PY)
     env["PYTHONPATH"] = _path_with(tmp_path)
-  if of_rank in (_slice, _two_slices):
+  if of_rank is _slice:
     env |= _tpu(tmp_path)
   _check(tmp_path, of_rank=of_rank, env=env)
 

@@ -15,7 +15,6 @@ from conftest import make_mesh
 import ep
 from ep._src.matmul import grouped_matmul as gm
 from ep._src.matmul import tiles
-from ep._src.matmul.by_function import RAGGED_DOT
 from ep._src.native import ffi
 from ep.testing import GroupedMatmul
 
@@ -116,8 +115,6 @@ own.defvjp(lambda *args: (own(*args), args), _own_gradients)
       second_order=True,
     ),
     *_cases("tiles", tiles, "neighbours"),
-    # XLA:CPU multiplies the matrices of other groups by zeros.
-    *_cases("ragged_dot", RAGGED_DOT),
   ],
 )
 def test_conformance(case):

@@ -37,10 +37,10 @@ matmul.defvjp(lambda *args: (matmul(*args), args), _backward)
 def _has_few_tiles(setting):
   """Returns whether each axis has two or more tiles, but not many."""
   rows, hidden = setting.capacity, setting.hidden
-  return 64 < rows < 200 and 48 < hidden < 96 and setting.num_experts < 20
+  return 64 < rows < 200 and 48 < hidden < 96 and setting.num_experts < 6
 
 
-def _cases(dtype):
+def _case(rule, dtype):
   subject = GroupedMatmul(
     name="megablox",
     matmul=matmul,
@@ -49,7 +49,7 @@ def _cases(dtype):
     dtypes=(dtype,),
     supports=_has_few_tiles,
   )
-  return ep.testing.cases(subject, ["unread", "neighbours"])
+  return ep.testing.cases(subject, [rule])[0]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def low_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "case", [*_cases("bfloat16")[::4], *_cases("float32")[:1]]
+  "case", [_case("unread", "float32"), _case("neighbours", "bfloat16")]
 )
 @pytest.mark.usefixtures("low_tiles")
 def test_conformance(case):

@@ -84,28 +84,19 @@ PLACED = ep.Placement(np.roll(np.arange(E), 3))
 
 
 @of_one_process
-@pytest.mark.parametrize(
-  "placement, options, kind",
-  [
-    (None, dict(token_chunks=T), "forced_idx"),
-    (PLACED, {}, "captured_idx"),
-  ],
-)
-def test_errors_name_wrong_choices_as_the_caller_wrote_them(
-  placement, options, kind
-):
+def test_errors_name_wrong_choices_as_the_caller_wrote_them():
   """Errors name neither the slot of an expert nor the token of a chunk.
 
   Engines that capture ids clear their buffers to 0, an expert's id, before.
   """
-  layer = ep.MoE(dataclasses.replace(PLAIN, **options), group("ep4"))
+  layer = ep.MoE(dataclasses.replace(PLAIN, token_chunks=T), group("ep4"))
   ids = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
   x = np.zeros((R * T, H), np.float32)
-  program = jax.jit(functools.partial(layer, placement=placement))
+  program = jax.jit(functools.partial(layer, placement=PLACED))
 
   def run(ids):
     params, *tokens = put(layer, draw_params(PLAIN, np.zeros), x, ids)
-    jax.block_until_ready(program(params, tokens[0], **{kind: tokens[1]}))
+    jax.block_until_ready(program(params, tokens[0], captured_idx=tokens[1]))
 
   run(ids)
   for choices, fault in [

@@ -180,10 +180,17 @@ def test_ordered_psum_and_its_derivatives(check_vma):
 
 @not_on_gpus
 @of_one_process
-def test_placements_have_the_same_bits():
+@pytest.mark.parametrize(
+  "config, mesh, view",
+  [
+    pytest.param(PLAIN, "ep4", "global", id="global"),
+    pytest.param(DETERMINISTIC, "dp2_ep2", "local", id="deterministic"),
+  ],
+)
+def test_placements_have_the_same_bits(config, mesh, view):
   """One program serves all placements; a call without placement agrees."""
-  program = dict(view="local", optimized=True)
-  layer = ep.MoE(DETERMINISTIC, group("dp2_ep2"))
+  program = dict(view=view, optimized=True)
+  layer = ep.MoE(config, group(mesh))
   params, *tokens = arrays()
 
   def run(placement, params):
@@ -198,7 +205,8 @@ def test_placements_have_the_same_bits():
     by_expert = in_slots(ep.Placement(placement.slots), grads)
     results.append((*others, by_expert, grad_x))
   assert step_of(layer, **program)._cache_size() == 1
-  results.append(run(None, params))
+  if config is PLAIN:
+    results.append(run(None, params))
   for got in results[1:]:
     jax.tree.map(np.testing.assert_array_equal, got, results[0])
   assert all(np.any(leaf) for leaf in jax.tree.leaves(results[0][2]))

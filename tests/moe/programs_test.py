@@ -202,18 +202,6 @@ def chunked_case():
   return case, (case.topk_idx, case.tokens(), weights, matrices)
 
 
-def test_the_handle_of_chunks():
-  """The handle describes a single exchange, which would drop rows."""
-  case, args = chunked_case()
-  topk_idx, tokens, weights, matrices = put_moe(case.layer, *args)
-  _, handle = ep.moe_layer(
-    case.layer, tokens, topk_idx, weights, **matrices, return_handle=True
-  )
-  assert handle.layer == case.layer
-  assert handle.max_recv_tokens[0, 0] > case.layer.capacity
-  assert np.asarray(handle.dropped_counts).any()
-
-
 def test_memory_of_chunks_follows_the_capacity():
   """The program has no array with rows for the worst case."""
   case, arrays = chunked_case()

@@ -164,9 +164,7 @@ def test_programs(name):
     assert types(jax.jit(step)(*args)) == expected
 
 
-@pytest.mark.parametrize(
-  "name", ["ops error", "ops fair", "ops mxfp8", "exchanges", "experts"]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_for_other_platforms(name):
   step, args = PROGRAMS[name](backend="xla")
   _, expected = traced(step, args)

@@ -22,7 +22,6 @@ VIEWS = {
   "local": local_view,
   "local_without_vma": functools.partial(local_view, check_vma=False),
 }
-BOTH_VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 
 
 @pytest.mark.parametrize(
@@ -43,24 +42,6 @@ def test_views_agree(mesh, axis_type, view):
   over_ranks = NamedSharding(config.group.mesh, spec(config))
   for leaf in jax.tree.leaves(actual):
     assert leaf.sharding.is_equivalent_to(over_ranks, leaf.ndim)
-
-
-def test_resharding_an_array_gives_a_warning(recwarn):
-  config = layer("dp2_ep2")
-  case = Case(config, whole=True)
-  mesh = config.group.mesh
-  ep.ep_prepare(config, case.put(case.topk_idx))
-  assert not [w for w in recwarn if "ep_prepare" in str(w.message)]
-  resharded = to_global(case.topk_idx, mesh, PartitionSpec(("ep", "dp")))
-  with pytest.warns(UserWarning) as warnings:
-    handle = ep.ep_prepare(config, resharded)
-  (warning,) = warnings
-  assert warning.filename == __file__  # The warning points to the caller.
-  message = str(warning.message)
-  ends = "every call", "tp_axis"
-  for word in ["ep_prepare", "('ep', 'dp')", "('dp', 'ep')", *ends]:
-    assert word in message
-  assert_same(Ops(handle).sizes(), case.oracle.sizes())
 
 
 @of_one_process
@@ -119,20 +100,6 @@ def test_copies_of_tokens_give_a_warning(recwarn):
   assert warning.filename == __file__
   for word in "ep_prepare", "topk_idx", "['copies']", "data_axes":
     assert word in str(warning.message)
-
-
-@of_one_process
-@BOTH_VIEWS
-def test_arguments_that_all_ranks_share(view):
-  """Constants are not varying in `shard_map`, and ops take them."""
-
-  def with_constants(ops, tokens):
-    ones = jnp.ones((*tokens.shape[:-1], K))
-    recv, recv_weights = ops.dispatch(jnp.ones(tokens.shape), ones)
-    return ops.combine(recv, recv_weights), ops.combine(jnp.ones_like(recv))
-
-  case = Case(layer(), "with_unused_choices", whole=True)
-  case.check(with_constants, case.tokens(), view=view)
 
 
 def test_an_orthogonal_axis_makes_separate_domains():

@@ -30,6 +30,8 @@ PROMISES = {
     "Two views": "ops/rules: draw; ops/views: views_agree",
     "Under JAX's transformations": "ops/transformations:"
     " scan_over_layers_with_stacked_handles, each_example_has_its_gradients;"
+    " ops/overflow: the_routing_of_a_checkpointed_block_is_exchanged_once;"
+    " ops/handle: ranks_can_branch_on_the_largest_load;"
     " ops/modes: programs; moe/layer: strict_modes",
     "A worked example": "repository/docs: the_worked_example;"
     " ops/overflow: the_worked_example",
