@@ -104,33 +104,36 @@ void HostGroup::Post(std::shared_ptr<Job> job) {
   job->call.done(status);
 }
 
+std::shared_ptr<Job> HostGroup::MakeJob(Job::Kind kind, Call call,
+                                        int64_t num_tokens) const {
+  const PlanDims dims = Dims(call.site->layer, num_tokens);
+  return std::make_shared<Job>(Job{kind, std::move(call), dims});
+}
+
 void HostGroup::Prepare(Call call, const PrepareArgs& args) {
-  const PlanDims dims = Dims(call.site->layer, args.num_tokens);
-  Post(std::make_shared<Job>(Job{std::move(call), dims, args}));
+  auto job = MakeJob(Job::kPrepare, std::move(call), args.num_tokens);
+  job->prepare = args;
+  Post(std::move(job));
 }
 
 void HostGroup::Scatter(Call call, const ScatterArgs& args) {
-  const PlanDims dims = Dims(call.site->layer, args.tokens.count);
-  Post(std::make_shared<Job>(Job{std::move(call),
-                                 dims,
-                                 {},
-                                 args.mem,
-                                 args.tokens,
-                                 args.topk_weights,
-                                 args.slots,
-                                 args.slot_weights}));
+  auto job = MakeJob(Job::kScatter, std::move(call), args.tokens.count);
+  job->mem = args.mem;
+  job->in = args.tokens;
+  job->in_weights = args.topk_weights;
+  job->out = args.slots;
+  job->out_weights = args.slot_weights;
+  Post(std::move(job));
 }
 
 void HostGroup::Gather(Call call, const GatherArgs& args) {
-  const PlanDims dims = Dims(call.site->layer, args.tokens.count);
-  Post(std::make_shared<Job>(Job{std::move(call),
-                                 dims,
-                                 {},
-                                 args.mem,
-                                 args.slots,
-                                 args.slot_weights,
-                                 args.tokens,
-                                 args.topk_weights}));
+  auto job = MakeJob(Job::kGather, std::move(call), args.tokens.count);
+  job->mem = args.mem;
+  job->in = args.slots;
+  job->in_weights = args.slot_weights;
+  job->out = args.tokens;
+  job->out_weights = args.topk_weights;
+  Post(std::move(job));
 }
 
 }  // namespace ep::host

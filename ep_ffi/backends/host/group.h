@@ -68,6 +68,8 @@ class HostGroup : public Group {
   HostGroup(Options options, std::shared_ptr<Exchanges> exchanges);
 
   PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
+  std::shared_ptr<Job> MakeJob(Job::Kind kind, Call call,
+                               int64_t num_tokens) const;
   bool IsForked() const;
   // Returns null if the group is closed or this process is a forked child.
   std::shared_ptr<Exchanges> exchanges() const;

@@ -43,7 +43,7 @@ struct Copies {
       tokens[r].assign(kDims.num_tokens * kWidth, 1.0f + r);
       slots[r].resize(tokens[r].size());
       const auto job = std::make_shared<Job>();
-      job->call.op = Op::kDispatch;
+      job->kind = Job::kScatter;
       job->call.site = &site;
       job->dims = kDims;
       job->rank = r;
@@ -95,7 +95,7 @@ TEST(WorkTest, KeepsTheFirstFailureAndRunsTheOtherChunks) {
 TEST(WorkTest, LackOfMemoryIsAFailure) {
   const Copies copies;
   auto job = std::make_shared<Job>();
-  job->call.op = Op::kCombine;
+  job->kind = Job::kGather;
   job->dims.num_tokens = 1;
   job->dims.top_k = int64_t{1} << 60;  // a sum of more terms than fit
   job->call.site = &copies.site;

@@ -45,7 +45,8 @@ struct Combine {
     const std::vector<std::byte>& mem = PlanOfRank0();
     call.op = Op::kCombine;
     call.site = &site;
-    const auto job = std::make_shared<Job>(Job{std::move(call), kDims});
+    const auto job =
+        std::make_shared<Job>(Job{Job::kGather, std::move(call), kDims});
     job->mem = {mem.data(), static_cast<int64_t>(mem.size())};
     job->in = {reinterpret_cast<const std::byte*>(slots), kDims.capacity,
                kWidth, DType::kFloat32};

@@ -142,15 +142,16 @@ Signature Job::signature() const {
   s[Signature::kDrop] = dims.drop;
   s[Signature::kTail] = static_cast<int64_t>(layer.tail);
   s[Signature::kWire] = layer.wire;
-  s[Signature::kFingerprint] = is_prepare() ? layer.fingerprint : 0;
+  s[Signature::kFingerprint] = kind == kPrepare ? layer.fingerprint : 0;
   s[Signature::kWeighted] = in_weights != nullptr;
   s[Signature::kRouting] = static_cast<int64_t>(plan.fingerprint());
-  if (is_prepare()) {
+  if (kind == kPrepare) {
     s[Signature::kFirstBytes] = choices.starts.size() * sizeof(int32_t);
     s[Signature::kSecondBytes] = choices.order.size() * sizeof(int32_t);
     return s;
   }
-  const int64_t num_weights = is_scatter() ? dims.num_choices() : dims.capacity;
+  const int64_t num_weights =
+      kind == kScatter ? dims.num_choices() : dims.capacity;
   s[Signature::kFirstBytes] = in.count * in.row_bytes();
   s[Signature::kSecondBytes] =
       in_weights ? num_weights * int64_t{sizeof(float)} : 0;
@@ -160,9 +161,9 @@ Signature Job::signature() const {
 // ---- Before the other ranks have posted
 
 Status Job::Open() {
-  if (is_prepare()) return SortTopk();
+  if (kind == kPrepare) return SortTopk();
   EP_RETURN_IF_ERROR(Plan::Open(dims, rank, mem.data, mem.bytes, &plan));
-  const int64_t num_rows = is_scatter() ? plan.num_slots() : out.count;
+  const int64_t num_rows = kind == kScatter ? plan.num_slots() : out.count;
   PreferHugePages(out.data, num_rows * out.row_bytes());
   return Status();
 }
@@ -186,16 +187,14 @@ Status Job::SortTopk() {
 }
 
 Arrays Job::arrays() const {
-  if (!is_prepare()) return {in.data, in_weights};
+  if (kind != kPrepare) return {in.data, in_weights};
   return {choices.starts.data(), choices.order.data()};
 }
 
 void Job::Stage(const std::vector<bool>& is_local, std::byte* segment) const {
   const Signature s = signature();
   std::byte* second = segment + s.second_offset();
-  if (!is_prepare() && !is_scatter()) {
-    return StageSlots(is_local, segment, second);
-  }
+  if (kind == kGather) return StageSlots(is_local, segment, second);
   const auto copy = [](std::byte* to, const void* from, int64_t bytes) {
     if (bytes > 0) std::memcpy(to, from, bytes);
   };
@@ -222,8 +221,8 @@ void Job::StageSlots(const std::vector<bool>& is_local, std::byte* rows,
 // ---- After all ranks have posted
 
 int64_t Job::num_chunks() const {
-  if (is_prepare()) return 1;
-  if (!is_scatter()) {
+  if (kind == kPrepare) return 1;
+  if (kind == kGather) {
     return NumChunks(dims.num_tokens, out.row_bytes() * dims.top_k);
   }
   // The last chunk writes the tail, unless the tail is unspecified.
@@ -232,8 +231,8 @@ int64_t Job::num_chunks() const {
 }
 
 Status Job::RunChunk(const std::vector<Arrays>& ranks, int64_t chunk) const {
-  if (is_prepare()) return Build(ranks);
-  return is_scatter() ? Scatter(ranks, chunk) : Gather(ranks, chunk);
+  if (kind == kPrepare) return Build(ranks);
+  return kind == kScatter ? Scatter(ranks, chunk) : Gather(ranks, chunk);
 }
 
 Status Job::Build(const std::vector<Arrays>& ranks) const {

@@ -85,6 +85,9 @@ struct Arrays {
 };
 
 struct Job {
+  enum Kind { kPrepare, kScatter, kGather };
+
+  Kind kind;
   Call call;
   PlanDims dims;
   PrepareArgs prepare = {};
@@ -117,10 +120,6 @@ struct Job {
   Status RunChunk(const std::vector<Arrays>& ranks, int64_t chunk) const;
 
  private:
-  bool is_prepare() const { return call.op == Op::kPrepare; }
-  bool is_scatter() const {
-    return call.op == Op::kDispatch || call.op == Op::kCombineBwd;
-  }
   Status SortTopk();
   void StageSlots(const std::vector<bool>& is_local, std::byte* rows,
                   std::byte* weights) const;

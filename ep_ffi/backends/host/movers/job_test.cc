@@ -59,7 +59,7 @@ Status RunJob(const Exchange& e, Op op, const std::vector<std::byte>& mem,
   Site site = {};
   site.layer.tail = Tail::kZero;
   Job job = {};
-  job.call.op = op;
+  job.kind = scatters ? Job::kScatter : Job::kGather;
   job.call.site = &site;
   job.dims = e.dims;
   job.mem = {mem.data(), static_cast<int64_t>(mem.size())};
