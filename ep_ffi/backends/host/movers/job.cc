@@ -241,8 +241,9 @@ Status Job::Build(const std::vector<Arrays>& ranks) const {
   for (const Arrays& source : ranks) {
     views.push_back({static_cast<const int32_t*>(source.first),
                      static_cast<const int32_t*>(source.second)});
-    // BuildPlan must check and use the same choices.
     if (!source.is_shared) continue;
+    // The other process can write at any time. So BuildPlan must check and use
+    // a private copy of the choices.
     views.back() = Copy(dims, views.back(), &copies.emplace_back());
   }
   return BuildPlan(dims, prepare.place ? prepare.place[1] : 0, rank, views,
