@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The host backend: runs the five ops as exchanges (exchange.h).
+// The host backend: runs the five ops as exchanges (exchanges.h).
 //
 // Executables hold references to the group and may outlive its closing. A
 // closed group drops its `Exchanges` object, which frees sockets, threads and
@@ -19,7 +19,8 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/engine/exchange.h"
+#include "ep_ffi/backends/host/engine/exchanges.h"
+#include "ep_ffi/backends/host/movers/job.h"
 #include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/backends/host/transport/topology.h"
 #include "ep_ffi/core/backend.h"
@@ -64,26 +65,19 @@ class HostGroup : public Group {
   Status Close() override;
 
  private:
-  // The rank that made a call, and the object that runs the call.
-  struct Place {
-    std::shared_ptr<Exchanges> exchanges;  // null if the group is closed
-    int32_t domain = 0;
-    int32_t rank = 0;
-  };
-
   HostGroup(Options options, std::shared_ptr<Exchanges> exchanges);
 
   PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
+  std::shared_ptr<Job> MakeJob(Job::Kind kind, Call call,
+                               int64_t num_tokens) const;
   bool IsForked() const;
   // Returns null if the group is closed or this process is a forked child.
   std::shared_ptr<Exchanges> exchanges() const;
-  Status Locate(const Call& call, Place* place) const;
-  // Finds the rank of a Scatter or Gather call, and opens the rank's plan. On
-  // an error, fails the call and returns false.
-  bool Open(const Call& call, const PlanDims& dims, const Mem& mem,
-            Place* place, Plan* plan) const;
-  // Fails a call, and fails its run on all ranks.
-  void Fail(const Call& call, const Place& place, Status status) const;
+  // Sets the rank that makes the call of a job. Fails if the group is not open.
+  Status Locate(bool is_open, Job* job) const;
+  // Posts a job. If an argument is wrong, fails the call, and fails its run on
+  // all ranks.
+  void Post(std::shared_ptr<Job> job);
 
   const std::string name_;
   const int64_t num_experts_;

@@ -1,94 +1,123 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Unit tests of Batch, Launches, Outcomes, Pending and Workers.
+// Unit tests of Work, Launches, Pending and Workers.
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstring>
 #include <future>
 #include <limits>
-#include <new>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "ep_ffi/backends/host/engine/batch.h"
+#include "ep_ffi/backends/host/engine/exchange.h"
 #include "ep_ffi/backends/host/engine/launches.h"
-#include "ep_ffi/backends/host/engine/outcomes.h"
 #include "ep_ffi/backends/host/engine/pending.h"
 #include "ep_ffi/backends/host/engine/workers.h"
+#include "ep_ffi/backends/host/testing/sockets.h"
 #include "ep_ffi/core/clock.h"
+#include "ep_ffi/testing/expect.h"
+#include "ep_ffi/testing/plans.h"
 #include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
 namespace {
 
-// Makes an exchange of local ranks with these numbers of chunks.
-ExchangePtr MakeExchange(
-    const std::vector<int64_t>& num_chunks,
-    const std::function<Status(int64_t rank, int64_t chunk)>& run) {
-  auto exchange = std::make_shared<Exchange>();
-  for (size_t rank = 0; rank < num_chunks.size(); ++rank) {
-    Part& part = exchange->parts.emplace_back();
-    part.is_posted = true;
-    part.done = [](const Status&) {};
-    part.contribution.num_chunks = num_chunks[rank];
-    part.contribution.run = [run, rank](const std::vector<Arrays>&,
-                                        int64_t chunk) {
-      return run(rank, chunk);
-    };
-  }
-  return exchange;
-}
+constexpr PlanDims kDims = {/*num_experts=*/3, /*ep_size=*/3,
+                            /*num_tokens=*/4,  /*top_k=*/1,
+                            /*capacity=*/4,    /*alignment=*/1,
+                            /*drop=*/false};
+constexpr int64_t kWidth = 64 << 10;  // each row is a chunk
 
-TEST(BatchTest, EachChunkRunsOnceAndOneThreadEndsTheLast) {
-  const std::vector<int64_t> num_chunks = {3, 0, 100, 1};
-  std::vector<std::vector<std::atomic<int>>> runs;
-  for (int64_t n : num_chunks) runs.emplace_back(n);
-  Batch batch(MakeExchange(num_chunks, [&](int64_t rank, int64_t chunk) {
-    ++runs[rank][chunk];
-    return Status();
-  }));
-  std::atomic<int> num_last{0};
-  testing::ForEachRank(4, [&](int64_t) { num_last += batch.Work(); });
+// An exchange whose ranks 0 and 2 copy their tokens to their slots. Rank 1 has
+// no chunk.
+struct Copies {
+  Copies() {
+    const std::vector<SortedChoices> sorted =
+        testing::SortAll(kDims, {{0, 0, 0, 0}, {-1, -1, -1, -1}, {2, 2, 2, 2}});
+    for (int32_t r = 0; r < kDims.ep_size; ++r) {
+      mems[r] = testing::BuiltPlan(kDims, r, sorted).mem;
+      tokens[r].assign(kDims.num_tokens * kWidth, 1.0f + r);
+      slots[r].resize(tokens[r].size());
+      const auto job = std::make_shared<Job>();
+      job->kind = Job::kScatter;
+      job->call.site = &site;
+      job->dims = kDims;
+      job->rank = r;
+      job->mem = {mems[r].data(), static_cast<int64_t>(mems[r].size())};
+      job->in = {reinterpret_cast<const std::byte*>(tokens[r].data()),
+                 kDims.num_tokens, kWidth, DType::kFloat32};
+      job->out = {reinterpret_cast<std::byte*>(slots[r].data()), kDims.capacity,
+                  kWidth, DType::kFloat32};
+      testing::ExpectOk(job->Open());
+      exchange->parts.push_back(
+          {/*is_posted=*/true, {}, job->signature(), job->arrays(), job});
+    }
+  }
+
+  Site site = {};
+  std::vector<std::byte> mems[3];
+  std::vector<float> tokens[3], slots[3];
+  ExchangePtr exchange = std::make_shared<Exchange>();
+};
+
+TEST(WorkTest, EachChunkRunsAndOneThreadEndsTheLast) {
+  const Copies copies;
+  Work work(copies.exchange);
+  std::atomic<int64_t> num_last{0};
+  testing::ForEachRank(4, [&](int64_t) { num_last += work.Run(); });
   EXPECT_EQ(1, num_last);
-  EXPECT_TRUE(batch.status().ok());
-  for (const auto& rank : runs) {
-    for (const auto& chunk : rank) EXPECT_EQ(1, chunk);
+  EXPECT_TRUE(work.status().ok());
+  for (int r : {0, 2}) EXPECT_EQ(copies.tokens[r], copies.slots[r]);
+}
+
+TEST(WorkTest, KeepsTheFirstFailureAndRunsTheOtherChunks) {
+  Copies copies;
+  const size_t recv = 64 + kDims.num_choices() * sizeof(Route);
+  for (int32_t slot : {1, 2}) {
+    const Route bad = {0, 70 + slot};
+    std::memcpy(&copies.mems[0][recv + slot * sizeof(Route)], &bad,
+                sizeof(bad));
   }
+  Work work(copies.exchange);
+  EXPECT_TRUE(work.Run());
+  EXPECT_EQ(1, copies.slots[0].front());
+  EXPECT_EQ(1, copies.slots[0].back());
+  EXPECT_EQ(copies.tokens[2], copies.slots[2]);
+  testing::ExpectFailure(
+      {Code::kInvalidArgument, {"ep_prepare(layer \"\"): ", "to row 71 of"}},
+      work.status());
 }
 
-TEST(BatchTest, KeepsTheFirstFailureAndRunsTheOtherChunks) {
-  int num_runs = 0;
-  Batch batch(MakeExchange({2, 2}, [&](int64_t rank, int64_t chunk) {
-    ++num_runs;
-    return rank + chunk == 0
-               ? Status()
-               : Status(Code::kInvalidArgument, StrCat("bad ", rank, chunk));
-  }));
-  EXPECT_TRUE(batch.Work());
-  EXPECT_EQ(4, num_runs);
-  EXPECT_EQ("ep_prepare(layer \"\"): bad 01", batch.status().message());
-}
-
-TEST(BatchTest, LackOfMemoryIsAFailure) {
-  Batch batch(MakeExchange({3}, [&](int64_t, int64_t chunk) {
-    if (chunk == 1) throw std::bad_alloc();
-    return Status();
-  }));
-  EXPECT_TRUE(batch.Work());
-  EXPECT_EQ(Code::kResourceExhausted, batch.status().code());
+TEST(WorkTest, LackOfMemoryIsAFailure) {
+  const Copies copies;
+  auto job = std::make_shared<Job>();
+  job->kind = Job::kGather;
+  job->dims.num_tokens = 1;
+  job->dims.top_k = int64_t{1} << 60;  // a sum of more terms than fit
+  job->call.site = &copies.site;
+  copies.exchange->parts[1].job = job;
+  Work work(copies.exchange);
+  EXPECT_TRUE(work.Run());
+  EXPECT_EQ(Code::kResourceExhausted, work.status().code());
 }
 
 constexpr uint64_t kSite = 5;
 
+Launch Name(Launches& launches, uint64_t site_id, int64_t run_id) {
+  Launches::Actions due;
+  return launches.Name(site_id, run_id, &due);
+}
+
 TEST(LaunchesTest, UsesRunIdsThatAreNear) {
   Launches here, there;
-  (void)here.Name(kSite, 1001);
+  (void)Name(here, kSite, 1001);
   // The peer saw run id 1002 first, and counts launches from 1002.
   for (int64_t run_id : {1002, 1001, 1003}) {
-    EXPECT_EQ(run_id, here.RunId(there.Name(kSite, run_id)));
+    EXPECT_EQ(run_id, here.RunId(Name(there, kSite, run_id)));
   }
 }
 
@@ -99,9 +128,9 @@ TEST(LaunchesTest, MatchesRunIdsThatAreFarByNumber) {
   for (int64_t first : {int64_t{1} << 40, kMin, kMax - 10, -kMax / 2,
                         kMax / 2 + 1 - (1 << 19)}) {
     Launches here, there;
-    (void)here.Name(kSite, kMax / 2 + 1);
+    (void)Name(here, kSite, kMax / 2 + 1);
     for (int64_t i = 0; i < 3; ++i) {
-      EXPECT_EQ(kMax / 2 + 1 + i, here.RunId(there.Name(kSite, first + i)));
+      EXPECT_EQ(kMax / 2 + 1 + i, here.RunId(Name(there, kSite, first + i)));
     }
   }
 }
@@ -110,7 +139,7 @@ TEST(LaunchesTest, RunIdsStayNearAfterManyLaunches) {
   constexpr uint64_t kOtherSite = 6;
   Launches here;
   for (int64_t run_id = 0; run_id < 10'000; ++run_id) {
-    (void)here.Name(kSite, run_id);
+    (void)Name(here, kSite, run_id);
   }
   // The op at kOtherSite runs rarely: the peer first runs it in launch 10'001.
   EXPECT_EQ(10'001, here.RunId({kOtherSite, 10'001, 0}));
@@ -121,11 +150,11 @@ TEST(LaunchesTest, RunIdsStayNearAfterManyLaunches) {
 TEST(LaunchesTest, ExecutablesAreLaunchedInAnyOrder) {
   constexpr int64_t kFirst = int64_t{1} << 40, kSecond = 1000;
   Launches here, there;
-  (void)here.Name(kSite, kFirst);
-  const Launch launch = there.Name(kSite + 1, kSecond);
-  EXPECT_EQ(kFirst, here.RunId(there.Name(kSite, kFirst)));
+  (void)Name(here, kSite, kFirst);
+  const Launch launch = Name(there, kSite + 1, kSecond);
+  EXPECT_EQ(kFirst, here.RunId(Name(there, kSite, kFirst)));
   EXPECT_FALSE(here.RunId(launch).has_value());
-  (void)here.Name(kSite + 1, kSecond);
+  (void)Name(here, kSite + 1, kSecond);
   EXPECT_EQ(kSecond, here.RunId(launch));
 }
 
@@ -144,70 +173,89 @@ Status Gone(const std::string& text) {
   return Status(Code::kUnavailable, text);
 }
 
-TEST(OutcomesTest, RemembersTheLatestFailedRuns) {
-  Outcomes outcomes;
-  for (int64_t run = 0; run < 1000; ++run) {
-    EXPECT_TRUE(outcomes.FailRun(run, Gone("")));
+// Process 0 shares domain 0 with process 1, and domain 1 with process 2.
+class PendingTest : public ::testing::Test {
+ protected:
+  PendingTest() {
+    topology_.ep_size = 2;
+    topology_.members = {{0, 0}, {1, 1}, {0, 2}, {2, 3}};
   }
-  EXPECT_TRUE(outcomes.OfRun(0).ok());
-  EXPECT_FALSE(outcomes.OfRun(900).ok());
-}
 
-TEST(OutcomesTest, OtherProcessesContinueAfterAnOrderlyClose) {
-  Outcomes outcomes;
-  EXPECT_EQ(
-      "closed",
-      outcomes.Leave(1, /*is_orderly=*/true, Gone("closed"), "").message());
-  EXPECT_EQ("closed", outcomes.OfProcess(1).message());
-  EXPECT_TRUE(outcomes.OfProcess(2).ok());
-  EXPECT_TRUE(outcomes.OfNewExchange().ok());
-  EXPECT_EQ("", outcomes.LeavingReason());
-}
-
-TEST(OutcomesTest, TheFirstDeathExplainsLaterEvents) {
-  Outcomes outcomes;
-  EXPECT_EQ(
-      "1 died",
-      outcomes.Leave(1, /*is_orderly=*/false, Gone("1 died"), "").message());
-  EXPECT_EQ("1 died", outcomes.OfNewExchange().message());
-  EXPECT_TRUE(outcomes.OfGroup().ok());
-  EXPECT_TRUE(outcomes.OfProcess(2).ok());
-  (void)outcomes.Leave(2, /*is_orderly=*/true, Gone("2 closed"), "");
-  (void)outcomes.Leave(3, /*is_orderly=*/false, Gone("3 died"), "");
-  for (int32_t process : {1, 2, 3}) {
-    EXPECT_EQ("1 died", outcomes.OfProcess(process).message());
+  // Posts as the first rank of a domain.
+  std::string Post(int32_t domain, int64_t run_id) {
+    ExchangePtr complete;
+    return pending_.Add({domain, 0, run_id}, 0, Part(), &complete).message();
   }
-  outcomes.Close(Status(Code::kFailedPrecondition, "finalized"));
-  EXPECT_EQ("finalized", outcomes.OfGroup().message());
-  EXPECT_EQ("finalized", outcomes.OfNewExchange().message());
-}
 
-TEST(OutcomesTest, AClosingProcessMayReportADeathFirst) {
-  Outcomes outcomes;
-  EXPECT_EQ("1 died",
-            outcomes.Leave(2, /*is_orderly=*/true, Gone("2 closed"), "1 died")
-                .message());
-  EXPECT_EQ("1 died", outcomes.OfNewExchange().message());
-  EXPECT_EQ("1 died", outcomes.LeavingReason());
-}
+  // Records a process that left. Returns the reason.
+  std::string Leave(int32_t process, bool is_orderly, const std::string& text,
+                    const std::string& its_reason = "") {
+    return pending_.Leave(process, is_orderly, Gone(text), its_reason, &failed_)
+        .message();
+  }
 
-TEST(OutcomesTest, AClosingProcessReportsARunThatLackedAnotherProcess) {
-  Outcomes outcomes;
-  EXPECT_TRUE(outcomes.FailRun(1, Gone("2 closed")));
-  EXPECT_TRUE(outcomes.FailRun(2, Status(Code::kInvalidArgument, "bad ids")));
-  EXPECT_EQ("2 closed", outcomes.LeavingReason());
-}
+  Topology topology_ = TopologyOf(/*process=*/0, /*num_processes=*/4);
+  Pending pending_{topology_};
+  std::vector<ExchangePtr> failed_;  // by the latest event
+};
 
-TEST(PendingTest, ALaterPostDoesNotRestartTheWait) {
-  Pending pending(/*ep_size=*/3);
-  const Key key = {};
-  Part part;
-  part.is_posted = true;
-  EXPECT_EQ(nullptr, pending.Add(key, 0, part));
+TEST_F(PendingTest, ALaterPostDoesNotRestartTheWait) {
+  topology_.ep_size = 4;  // one domain of all members
+  EXPECT_EQ("", Post(0, 1));
   const double time = Now();
   std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  EXPECT_EQ(nullptr, pending.Add(key, 2, part));
-  EXPECT_EQ(1, pending.FindBegunBy(time).size());
+  ExchangePtr complete;
+  testing::ExpectOk(pending_.Add({0, 0, 1}, 2, Part(), &complete));
+  EXPECT_EQ(nullptr, complete);
+  EXPECT_EQ(1, pending_.FindBegunBy(time).size());
+}
+
+TEST_F(PendingTest, RemembersTheLatestFailedRuns) {
+  EXPECT_EQ("", Post(0, 999));
+  for (int64_t run = 0; run < 1000; ++run) {
+    EXPECT_TRUE(pending_.FailRun(run, Gone("failed"), &failed_));
+    EXPECT_EQ(run == 999, failed_.size() == 1);
+  }
+  EXPECT_FALSE(pending_.FailRun(900, Gone("again"), &failed_));
+  EXPECT_EQ("", Post(0, 0));
+  EXPECT_EQ("failed", Post(0, 900));
+}
+
+TEST_F(PendingTest, OtherProcessesContinueAfterAnOrderlyClose) {
+  EXPECT_EQ("", Post(0, 1));
+  EXPECT_EQ("", Post(1, 1));
+  EXPECT_EQ("closed", Leave(1, /*is_orderly=*/true, "closed"));
+  ASSERT_EQ(1, failed_.size());
+  EXPECT_EQ(0, failed_[0]->key.domain);
+  testing::ExpectIn(Post(0, 2), {"closed"});
+  EXPECT_EQ("", Post(1, 2));
+  EXPECT_EQ("", pending_.LeavingReason());
+}
+
+TEST_F(PendingTest, TheFirstDeathExplainsLaterEvents) {
+  EXPECT_EQ("", Post(1, 1));
+  EXPECT_EQ("1 died", Leave(1, /*is_orderly=*/false, "1 died"));
+  testing::ExpectIn(Post(1, 2), {"1 died"});  // a new exchange
+  ExchangePtr complete;
+  testing::ExpectOk(pending_.Add({1, 0, 1}, 1, Part(), &complete));
+  EXPECT_NE(nullptr, complete);
+  EXPECT_EQ("1 died", Leave(2, /*is_orderly=*/true, "2 closed"));
+  EXPECT_EQ("1 died", Leave(3, /*is_orderly=*/false, "3 died"));
+  (void)pending_.Close(Status(Code::kFailedPrecondition, "finalized"));
+  testing::ExpectIn(Post(1, 3), {"finalized"});
+}
+
+TEST_F(PendingTest, AClosingProcessMayReportADeathFirst) {
+  EXPECT_EQ("1 died", Leave(2, /*is_orderly=*/true, "2 closed", "1 died"));
+  testing::ExpectIn(Post(0, 1), {"1 died"});
+  EXPECT_EQ("1 died", pending_.LeavingReason());
+}
+
+TEST_F(PendingTest, AClosingProcessReportsARunThatLackedAnotherProcess) {
+  const Status bad_ids(Code::kInvalidArgument, "bad ids");
+  EXPECT_TRUE(pending_.FailRun(1, Gone("2 closed"), &failed_));
+  EXPECT_TRUE(pending_.FailRun(2, bad_ids, &failed_));
+  EXPECT_EQ("2 closed", pending_.LeavingReason());
 }
 
 bool IsReady(const std::future<void>& future) {

@@ -3,446 +3,85 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <optional>
+#include <exception>
 #include <utility>
 
-#include "ep_ffi/backends/host/engine/batch.h"
-#include "ep_ffi/core/clock.h"
+#include "ep_ffi/core/denormals.h"
+#include "ep_ffi/core/faults.h"
 
 namespace ep::host {
 namespace {
 
-// Copies the arrays of a contribution to a segment that is large enough.
-void Stage(const Contribution& c, std::byte* segment) {
-  std::byte* second = segment + c.signature.second_offset();
-  if (c.stage) return c.stage(segment, second);
-  const auto copy = [](std::byte* to, const void* from, int64_t bytes) {
-    if (bytes > 0) std::memcpy(to, from, bytes);
-  };
-  copy(segment, c.arrays.first, c.signature[Signature::kFirstBytes]);
-  copy(second, c.arrays.second, c.signature[Signature::kSecondBytes]);
-}
+// For fewer bytes, waking another thread takes longer than the work.
+constexpr int64_t kBytesPerHelper = 32 << 10;
 
 }  // namespace
 
-Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
-    : options_(std::move(options)),
-      pending_(peers->topology().ep_size),
-      last_posts_(peers->topology().members.size()),
-      peers_(std::move(peers)) {
-  for (int32_t d = 0; d < topology().num_domains(); ++d) {
-    readers_of_domain_.push_back(topology().OtherProcesses(d));
+int32_t Exchange::FirstLocalRank() const {
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    if (parts[rank].job) return static_cast<int32_t>(rank);
   }
+  return kNoRank;
 }
 
-std::shared_ptr<Exchanges> Exchanges::Create(Options options,
-                                             std::unique_ptr<Peers> peers) {
-  std::shared_ptr<Exchanges> self(
-      new Exchanges(std::move(options), std::move(peers)));
-  // A raw pointer suffices: ~Exchanges joins the thread of the callbacks.
-  Exchanges* e = self.get();
-  e->peers_->Start(
-      {[e](int32_t process, const Message& m, const std::string& names,
-           const Mapping* memory, const Status& mapped) {
-         e->OnPost(process, m, names, memory, mapped);
-       },
-       [e](const Message& m, const std::string& text) {
-         const Status status(static_cast<Code>(m.code), text);
-         e->WithRunId(m.launch, [e, status](int64_t run_id) {
-           e->FailRunHere(run_id, status);
-         });
-       },
-       [e](int32_t process, bool is_orderly, const std::string& its_reason) {
-         e->OnLeave(process, is_orderly, its_reason);
-       },
-       [e] { e->OnTick(); }});
-  return self;
+std::string Exchange::OpName() const {
+  const int32_t rank = FirstLocalRank();
+  return rank == kNoRank ? "" : parts[rank].op.Name();
 }
 
-// ---- A post
+const Part& Exchange::FirstPost() const {
+  return *std::find_if(parts.begin(), parts.end(),
+                       [](const Part& part) { return part.is_posted; });
+}
 
-void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
-                     Contribution contribution) {
-  const Key key = {domain, call.site->id, call.run_id};
-  Part part;
-  part.is_posted = true;
-  Status announced = Begin(call, MemberOf(domain, rank), &part.op);
-  if (announced.ok()) announced = Announce(domain, rank, part.op, contribution);
-  if (!announced.ok()) return FailCall(call, announced);
-
-  part.contribution = std::move(contribution);
-  part.done = call.done;
-  ExchangePtr complete;
-  Status added;
-  {
-    MutexLock lock(mutex_);
-    added = Add(key, rank, std::move(part), &complete);
+Work::Work(ExchangePtr exchange) : exchange_(std::move(exchange)) {
+  for (const Part& part : exchange_->parts) {
+    arrays_.push_back(part.arrays);
+    num_bytes_ += part.signature.staged_bytes();
+    if (!part.job) continue;
+    shares_.push_back({part.job.get(), num_chunks_});
+    num_chunks_ += part.job->num_chunks();
   }
-  if (!added.ok()) return CompleteWithError(call, added);
-  if (complete) Run(std::move(complete), call.executor, rank);
+  num_unfinished_ = num_chunks_;
 }
 
-Status Exchanges::Announce(int32_t domain, int32_t rank, const PostedOp& op,
-                           const Contribution& contribution) {
-  const std::vector<int32_t>& readers = readers_of_domain_[domain];
-  if (readers.empty()) return Status();
-  const Signature& signature = contribution.signature;
-  Segment* segment;
-  EP_RETURN_IF_ERROR(
-      peers_->Acquire(signature.staged_bytes(), readers, &segment));
-  Stage(contribution, segment->memory.data());
-
-  Message message = {};
-  message.domain = domain;
-  message.launch = op.launch;
-  message.position = op.position;
-  message.rank = rank;
-  message.segment = segment->id;
-  message.signature = signature;
-  peers_->SendPost(readers, message, JoinNames(op.layer, op.program));
-  return Status();
+int64_t Work::NumUsefulThreads(int64_t num_threads) const {
+  return std::min({num_threads, std::max<int64_t>(1, num_chunks_),
+                   1 + num_bytes_ / kBytesPerHelper});
 }
 
-void Exchanges::OnPost(int32_t process, const Message& m,
-                       const std::string& names, const Mapping* memory,
-                       const Status& mapped) {
-  Part part;
-  part.is_posted = true;
-  part.op.op = static_cast<Op>(m.signature[Signature::kOp]);
-  part.op.launch = m.launch;
-  part.op.position = m.position;
-  SplitNames(names, &part.op.layer, &part.op.program);
-  part.process = process;
-  part.segment = m.segment;
-  const Signature& signature = m.signature;
-  const bool is_valid =
-      m.domain >= 0 && m.domain < topology().num_domains() &&
-      topology().has_local_rank(m.domain) && m.rank >= 0 &&
-      m.rank < topology().ep_size &&
-      topology().member(m.domain, m.rank).process == process && memory &&
-      signature.FitsIn(memory->bytes());
-  if (!is_valid) {
-    const std::string me = topology().ProcessName(topology().process);
-    const Status status = memory || mapped.ok()
-                              ? InvalidPost(topology(), process)
-                              : FailedOnRank(part.op.FullName(), me, mapped);
-    return WithRunId(m.launch, [this, m, status](int64_t run_id) {
-      FailRunEverywhere(m.launch.site_id, run_id, status);
-    });
-  }
-  part.contribution.signature = signature;
-  const std::byte* second = memory->data() + signature.second_offset();
-  part.contribution.arrays = {
-      memory->data(),
-      signature[Signature::kSecondBytes] > 0 ? second : nullptr};
-  {
-    MutexLock lock(mutex_);
-    last_posts_[MemberOf(m.domain, m.rank)] = part.op;
-  }
-  AddPeers(m.domain, m.rank, std::move(part));
-}
-
-void Exchanges::AddPeers(int32_t domain, int32_t rank, Part part) {
-  const Launch launch = part.op.launch;
-  const int32_t process = part.process;
-  const uint64_t segment = part.segment;
-  ExchangePtr complete;
-  Status added;
-  {
-    MutexLock lock(mutex_);
-    const std::optional<int64_t> run_id = launches_.RunId(launch);
-    if (!run_id) {
-      deferred_[launch.site_id].push_back(
-          [this, domain, rank, part] { AddPeers(domain, rank, part); });
-      return;
-    }
-    added = Add({domain, launch.site_id, *run_id}, rank, std::move(part),
-                &complete);
-  }
-  if (!added.ok()) return peers_->SendRelease(process, segment);
-  if (!complete) return;
-  // A worker runs the exchange and holds `self`, since the completed calls may
-  // drop all other references. The progress thread must not drop the last one:
-  // ~Exchanges joins the progress thread. If `self` is null, ~Exchanges waits
-  // for the progress thread, which then runs the exchange.
-  std::shared_ptr<Exchanges> self = weak_from_this().lock();
-  if (!self) return Run(std::move(complete), /*executor=*/nullptr, kNoRank);
-  workers_.Run([self = std::move(self), complete = std::move(complete)] {
-    self->Run(complete, /*executor=*/nullptr, complete->FirstLocalRank());
-  });
-}
-
-Status Exchanges::Add(const Key& key, int32_t rank, Part part,
-                      ExchangePtr* complete) {
-  EP_RETURN_IF_ERROR(outcomes_.OfRun(key.run_id));
-  const Exchange* begun = pending_.Find(key, rank);
-  const Status why_not = WhyNotComplete(begun, key.domain, rank);
-  if (!why_not.ok()) {
-    return FailedOnRank(part.op.Name(), topology().RankName(key.domain, rank),
-                        why_not);
-  }
-  waiting_.erase(MemberOf(key.domain, rank));
-  *complete = pending_.Add(key, rank, std::move(part));
-  return Status();
-}
-
-Status Exchanges::WhyNotComplete(const Exchange* exchange, int32_t domain,
-                                 int32_t rank) const {
-  // After the death of a process, an exchange with a post of the process can
-  // still complete, but no new exchange can begin.
-  EP_RETURN_IF_ERROR(exchange ? outcomes_.OfGroup()
-                              : outcomes_.OfNewExchange());
-  for (int32_t r = 0; r < topology().ep_size; ++r) {
-    if (r == rank || (exchange && exchange->parts[r].is_posted)) continue;
-    EP_RETURN_IF_ERROR(
-        outcomes_.OfProcess(topology().member(domain, r).process));
-  }
-  return Status();
-}
-
-// ---- A complete exchange
-
-void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
-  const Status compared = Disagreement(topology(), *exchange);
-  if (!compared.ok()) {
-    FailRunEverywhere(exchange->key.site_id, exchange->key.run_id, compared);
-    return Finish(exchange, compared, own);
-  }
-  const auto batch = std::make_shared<Batch>(std::move(exchange));
-  // `self` keeps this object alive for the executor's threads. `self` is null
-  // if the destructor waits for this thread; then there is no executor.
-  const auto work = [this, self = weak_from_this().lock(), batch](int32_t own) {
-    if (!batch->Work()) return;
-    const Status status = batch->status();
-    if (!status.ok()) {
-      const Key& key = batch->exchange()->key;
-      FailRunEverywhere(key.site_id, key.run_id, status);
-    }
-    Finish(batch->exchange(), status, own);
-  };
-  const int64_t num_threads = executor ? executor->num_threads() : 1;
-  for (int64_t i = 1; i < batch->NumUsefulThreads(num_threads); ++i) {
-    executor->Schedule([work] { work(kNoRank); });
-  }
-  work(own);
-}
-
-void Exchanges::Finish(const ExchangePtr& exchange, const Status& status,
-                       int32_t own) {
-  if (!status.ok() && exchange->FirstLocalRank() != kNoRank) {
-    MutexLock lock(mutex_);
-    outcomes_.ReportError();
-  }
-  // The worker takes `done` from the exchange and destroys it: `done` may own
-  // this object, which the progress thread must not destroy. Moving `done` into
-  // the task would not do, because a moved std::function of libc++ may keep its
-  // target.
-  const auto complete = [exchange, status](size_t rank) {
-    std::exchange(exchange->parts[rank].done, nullptr)(status);
-  };
-  for (size_t r = 0; r < exchange->parts.size(); ++r) {
-    const Part& part = exchange->parts[r];
-    if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
-    if (part.done && static_cast<int32_t>(r) != own) {
-      workers_.Run([complete, r] { complete(r); });
-    }
-  }
-  if (own != kNoRank) complete(own);
-}
-
-// ---- Names of launches
-
-Status Exchanges::Begin(const Call& call, int32_t member, PostedOp* op) {
-  const Site& site = *call.site;
-  Status status;
-  Actions due;
-  {
-    MutexLock lock(mutex_);
-    *op = {call.op,         NameLaunch(site.id, call.run_id, &due),
-           site.position,   site.layer.checked,
-           site.layer.name, site.program};
-    if (member != kNoRank) {
-      launches_.Reach(op->launch);
-      last_posts_[member] = *op;
-    }
-    status = outcomes_.OfGroup();
-  }
-  for (const auto& act : due) act();
-  return status;
-}
-
-Launch Exchanges::NameLaunch(uint64_t site_id, int64_t run_id, Actions* due) {
-  auto node = deferred_.extract(site_id);
-  if (!node.empty()) *due = std::move(node.mapped());
-  return launches_.Name(site_id, run_id);
-}
-
-void Exchanges::WithRunId(const Launch& launch,
-                          std::function<void(int64_t)> act) {
-  std::optional<int64_t> run_id;
-  {
-    MutexLock lock(mutex_);
-    run_id = launches_.RunId(launch);
-    if (!run_id) {
-      deferred_[launch.site_id].push_back(
-          [this, launch, act] { WithRunId(launch, act); });
-    }
-  }
-  if (run_id) act(*run_id);
-}
-
-// ---- Failures
-
-void Exchanges::FailCall(const Call& call, const Status& reason) {
-  const int32_t index = topology().FindDevice(call.device);
-  const std::string rank =
-      index < 0 ? StrCat("device ", call.device) : topology().MemberName(index);
-  PostedOp op;
-  (void)Begin(call, kNoRank, &op);
-  CompleteWithError(call, FailedOnRank(op.Name(), rank, reason));
-}
-
-void Exchanges::CompleteWithError(const Call& call, const Status& status) {
-  FailRunEverywhere(call.site->id, call.run_id, status);
-  {
-    MutexLock lock(mutex_);
-    outcomes_.ReportError();
-  }
-  call.done(status);
-}
-
-void Exchanges::FailRunEverywhere(uint64_t site_id, int64_t run_id,
-                                  const Status& status) {
-  Launch launch;
-  Actions due;
-  {
-    MutexLock lock(mutex_);
-    launch = NameLaunch(site_id, run_id, &due);
-  }
-  for (const auto& act : due) act();
-  peers_->SendFail(launch, status);
-  FailRunHere(run_id, status);
-}
-
-void Exchanges::FailRunHere(int64_t run_id, const Status& status,
-                            bool is_of_other_group) {
-  std::vector<ExchangePtr> failed;
-  {
-    MutexLock lock(mutex_);
-    if (!outcomes_.FailRun(run_id, status)) return;
-    failed = pending_.Take(
-        [&](const Exchange& e) { return e.key.run_id == run_id; });
-    if (waiting_.empty() && !is_of_other_group) {
-      failure_ = status;
-      exit_at_ = Now() + options_.exit_after_s;
-      for (size_t i = 0; i < topology().members.size(); ++i) {
-        if (topology().members[i].process == topology().process) {
-          waiting_.insert(static_cast<int32_t>(i));
-        }
+bool Work::Run() {
+  const ScopedFlushDenormals flush;
+  bool is_last = num_chunks_ == 0;
+  for (int64_t chunk; (chunk = next_.fetch_add(1)) < num_chunks_;) {
+    Status s = RunChunk(chunk);
+    if (!s.ok()) {
+      MutexLock lock(mutex_);
+      if (status_.ok()) {
+        status_ =
+            Status(s.code(), StrCat(exchange_->OpName(), ": ", s.message()));
       }
     }
+    is_last = num_unfinished_.fetch_sub(1) == 1;
   }
-  if (topology().members.size() > 1 && !is_of_other_group) {
-    // Ranks that have completed their calls may wait for the failed ranks in an
-    // XLA collective, and would never raise this error.
-    std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
-  }
-  if (options_.on_run_failed && !is_of_other_group) {
-    // A worker calls `notify`, which may drop the last reference to a group.
-    workers_.Run([notify = options_.on_run_failed, run_id, status] {
-      notify(run_id, status);
-    });
-  }
-  for (const ExchangePtr& e : failed) Finish(e, status);
+  return is_last;
 }
 
-template <typename Match>
-void Exchanges::FailPending(const Status& reason, Match match) {
-  std::vector<ExchangePtr> failed;
-  {
-    MutexLock lock(mutex_);
-    failed = pending_.Take(match);
-  }
-  for (const ExchangePtr& e : failed) {
-    const int32_t rank = e->FirstLocalRank();
-    if (rank == kNoRank) {  // no call of this process waits
-      Finish(e, reason);
-      continue;
-    }
-    const Key& key = e->key;
-    const Status status = FailedOnRank(
-        e->OpName(), topology().RankName(key.domain, rank), reason);
-    FailRunEverywhere(key.site_id, key.run_id, status);
-    Finish(e, status);
+Status Work::RunChunk(int64_t chunk) const {
+  const auto next = std::upper_bound(
+      shares_.begin(), shares_.end(), chunk,
+      [](int64_t c, const Share& share) { return c < share.first_chunk; });
+  const Share& share = *std::prev(next);
+  try {
+    return share.job->RunChunk(arrays_, chunk - share.first_chunk);
+  } catch (const std::exception& e) {  // XLA's threads would not catch it
+    return NoMemory(e);
   }
 }
 
-void Exchanges::OnLeave(int32_t process, bool is_orderly,
-                        const std::string& its_reason) {
-  Status reason = Left(topology(), process, is_orderly, options_.group_name);
-  {
-    MutexLock lock(mutex_);
-    reason = outcomes_.Leave(process, is_orderly, reason, its_reason);
-  }
-  FailPending(reason, [&](const Exchange& e) {
-    for (int32_t r = 0; r < topology().ep_size; ++r) {
-      if (!e.parts[r].is_posted &&
-          topology().member(e.key.domain, r).process == process) {
-        return true;
-      }
-    }
-    return false;
-  });
-}
-
-void Exchanges::OnTick() {
-  std::vector<std::pair<Key, Status>> late;
-  std::string warning;
-  {
-    MutexLock lock(mutex_);
-    if (!waiting_.empty() && Now() > exit_at_ && outcomes_.OfGroup().ok()) {
-      const Status status = Stuck(topology(), failure_, options_.exit_after_s);
-      std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
-      std::_Exit(kExitCode);
-    }
-    const double now = Now();
-    const double timeout_s = options_.timeout_s;
-    for (const Exchange* e : pending_.FindBegunBy(now - timeout_s / 3)) {
-      // Warn only in the process of the first rank that has posted.
-      if (has_warned_ || !e->FirstPost().done) continue;
-      has_warned_ = true;
-      warning = Slow(topology(), *e, last_posts_, timeout_s);
-    }
-    for (const Exchange* e : pending_.FindBegunBy(now - timeout_s)) {
-      late.emplace_back(e->key, Late(topology(), *e, last_posts_, timeout_s));
-    }
-  }
-  if (!warning.empty()) {
-    std::fprintf(stderr, "ep_ffi: %s\n", warning.c_str());
-  }
-  for (const auto& [key, status] : late) {
-    FailRunEverywhere(key.site_id, key.run_id, status);
-  }
-}
-
-Status Exchanges::Close() {
-  const Status status = Closed(options_.group_name);
-  Status missed;
-  std::string reason;
-  {
-    MutexLock lock(mutex_);
-    if (outcomes_.OfGroup().ok() && !outcomes_.is_error_reported()) {
-      missed = Missed(topology(), last_posts_, launches_);
-    }
-    outcomes_.Close(status);
-    reason = outcomes_.LeavingReason();
-  }
-  peers_->SendBye(reason);  // before the failures that the closing causes
-  FailPending(status, [](const Exchange&) { return true; });
-  return missed;
+Status Work::status() {
+  MutexLock lock(mutex_);
+  return status_;
 }
 
 }  // namespace ep::host

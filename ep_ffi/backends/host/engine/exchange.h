@@ -1,196 +1,128 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Matches the posts of the ranks of an EP domain, and runs the ops.
-//
-// Every op is an exchange. A rank *posts* a contribution: rows that its peers
-// may read, and work to run after all peers have posted. The last post
-// completes the exchange. Then the work of each local rank reads the rows of
-// its peers. After all local work, the engine completes the calls of all local
-// ranks: until then, a local peer may read their buffers.
-//
-//   same process       peers read the operand buffers: one copy
-//   another process    the poster copies its rows to a shared segment, and
-//                      completes without waiting for the readers
-//
-// A post never waits. XLA:CPU runs the ready ops of a program in any order, and
-// a handler that waited would block a thread that another rank needs.
-//
-// A failure of one rank fails the *run* (a launch of a program) on all ranks of
-// the group: pending exchanges of the run and later posts to the run fail with
-// the same message. Other runs continue. After a peer has died, or the group
-// was closed, no new exchange can begin.
-//
-// This file determines the order of events. Other files of the engine:
-//
-//   pending.h    the exchanges that lack posts
-//   outcomes.h   whether a post can still arrive, and if not, why
-//   batch.h      the work of a complete exchange
-//   report.h     the texts of messages
-//   peers.h      the other processes
+// One exchange: the posts of the ranks of an EP domain, and the work after the
+// last post. This file does not depend on processes, messages or failures.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_EXCHANGE_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_EXCHANGE_H_
 
+#include <atomic>
 #include <cstdint>
-#include <functional>
-#include <limits>
-#include <map>
 #include <memory>
-#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
-#include "ep_ffi/backends/host/engine/launches.h"
-#include "ep_ffi/backends/host/engine/outcomes.h"
-#include "ep_ffi/backends/host/engine/pending.h"
-#include "ep_ffi/backends/host/engine/report.h"
-#include "ep_ffi/backends/host/engine/workers.h"
-#include "ep_ffi/backends/host/transport/peers.h"
-#include "ep_ffi/backends/host/transport/topology.h"
+#include "ep_ffi/backends/host/movers/job.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
 
-// Thread-safe. One lock guards the pending exchanges and the recorded failures.
-// So no post misses a failure: either the failure finds the post in a pending
-// exchange, or the post finds the recorded failure. No thread holds the lock
-// while it sends messages, runs work or completes calls.
-class Exchanges : public std::enable_shared_from_this<Exchanges> {
- public:
-  struct Options {
-    std::string group_name;
-    double timeout_s;
-    std::function<void(int64_t run_id, const Status&)> on_run_failed;
-    double exit_after_s =
-        std::numeric_limits<double>::infinity();  // see OnTick
-  };
+// An op that a rank posts, and the launch of the op.
+struct PostedOp {
+  Op op = {};  // may be invalid in a peer's message
+  Launch launch = {};
+  int64_t position = 0;     // index of the op in its program
+  bool is_checked = false;  // checked mode of the layer; false for peers
+  std::string layer;
+  std::string program;
 
-  static std::shared_ptr<Exchanges> Create(Options options,
-                                           std::unique_ptr<Peers> peers);
-  // Joins the progress thread, which uses the members, `peers_` included. The
-  // unique_ptr of libc++ is already null when it calls ~Peers.
-  ~Exchanges() { peers_->Stop(); }
-
-  // Posts the contribution of a local rank. Calls `call.done` exactly once.
-  void Post(const Call& call, int32_t domain, int32_t rank,
-            Contribution contribution);
-
-  // Fails a call that cannot be posted, and its run on all ranks. The error
-  // names the op and the rank of the call.
-  void FailCall(const Call& call, const Status& reason);
-
-  // Fails a run in this process only, because the run has failed in another
-  // process or, if `is_of_other_group`, in another group of this process.
-  void FailRunHere(int64_t run_id, const Status& status,
-                   bool is_of_other_group = false);
-
-  // Fails all pending exchanges. Returns an error if a peer has run an op that
-  // this process has not run, unless a call of this process has already
-  // returned an error.
-  Status Close();
-
- private:
-  static constexpr int32_t kNoRank = Exchange::kNoRank;
-
-  Exchanges(Options options, std::unique_ptr<Peers> peers);
-
-  const Topology& topology() const { return peers_->topology(); }
-  // Returns the index in `topology().members` of a rank.
-  int32_t MemberOf(int32_t domain, int32_t rank) const {
-    return domain * topology().ep_size + rank;
+  // Returns the name of the op, ep_dispatch(layer "moe_3"). In checked mode,
+  // appends the step: the number of earlier launches of the program.
+  std::string Name() const { return NameOf(/*with_step=*/is_checked); }
+  // Returns name, step, program and position, for comparing ranks.
+  std::string FullName() const {
+    return StrCat(NameOf(/*with_step=*/true), " of \"", program, "\", op ",
+                  position);
   }
 
-  // ---- A post
+ private:
+  std::string NameOf(bool with_step) const {
+    std::string name = OpName(op, layer);
+    if (with_step) name += StrCat(", step ", launch.number);
+    return name;
+  }
+};
 
-  // Copies a local contribution to a shared segment, and sends a message to the
-  // other processes of the domain.
-  Status Announce(int32_t domain, int32_t rank, const PostedOp& op,
-                  const Contribution& contribution);
-  void OnPost(int32_t process, const Message& message, const std::string& names,
-              const Mapping* memory, const Status& mapped);
-  // Adds a valid post of another process, when its run id is known here.
-  void AddPeers(int32_t domain, int32_t rank, Part part) EP_EXCLUDES(mutex_);
-  // Adds a post to its exchange. Sets `complete` to the exchange if no post is
-  // missing. Returns an error, and does not add the post, if the exchange can
-  // no longer complete.
-  Status Add(const Key& key, int32_t rank, Part part, ExchangePtr* complete)
-      EP_REQUIRES(mutex_);
-  // Returns Ok if an exchange (null: a new exchange) can still complete after a
-  // post of `rank`, else the reason why not.
-  Status WhyNotComplete(const Exchange* exchange, int32_t domain,
-                        int32_t rank) const EP_REQUIRES(mutex_);
+// One rank's post in an exchange.
+struct Part {
+  bool is_posted = false;  // false while the post is missing
+  PostedOp op;
+  Signature signature;
+  Arrays arrays;
+  // The job of a local rank, whose call waits; null if the rank is remote.
+  std::shared_ptr<const Job> job;
+  // A remote segment, which this process releases: its owner and its id.
+  int32_t process = -1;
+  uint64_t segment = 0;
+};
 
-  // ---- A complete exchange
+// Identifies an exchange. All iterations of a loop have the same key.
+struct Key {
+  int32_t domain;
+  uint64_t site_id;  // see Site::id
+  int64_t run_id;    // of this process
 
-  // Runs a complete exchange on this thread and on threads of `executor`, if
-  // any. This thread itself may complete the call of the rank `own`.
-  void Run(ExchangePtr exchange, Executor* executor, int32_t own);
-  // Completes the calls of the local ranks, and releases the peers' segments. A
-  // completed call resumes a program, which may block. So this thread completes
-  // only the call of `own`, and workers complete the other calls.
-  void Finish(const ExchangePtr& exchange, const Status& status,
-              int32_t own = kNoRank) EP_EXCLUDES(mutex_);
+  auto Tie() const { return std::tie(domain, site_id, run_id); }
+  bool operator<(const Key& other) const { return Tie() < other.Tie(); }
+};
 
-  // ---- Names of launches, which differ between processes
+struct Exchange {
+  Key key;
+  double began_at;  // see Now
+  int32_t num_missing;
+  std::vector<Part> parts;  // by rank
 
-  using Actions = std::vector<std::function<void()>>;
-  // Names a call's op and launch, and records them as the latest post of a
-  // member of the topology (kNoRank: none). Returns why no message may be sent.
-  Status Begin(const Call& call, int32_t member, PostedOp* op)
-      EP_EXCLUDES(mutex_);
-  // Names a launch of this process. Sets `due` to the actions that waited for
-  // this site, which the caller runs after it has released the lock.
-  Launch NameLaunch(uint64_t site_id, int64_t run_id, Actions* due)
-      EP_REQUIRES(mutex_);
-  // Calls `act` with this process's run id of a peer's launch. If the run id is
-  // unknown, defers `act` until the op runs in this process.
-  void WithRunId(const Launch& launch, std::function<void(int64_t)> act)
-      EP_EXCLUDES(mutex_);
+  static constexpr int32_t kNoRank = -1;
+  // Returns the first rank whose call waits in this process, or kNoRank.
+  int32_t FirstLocalRank() const;
+  // Returns the name of the op that the first local rank posted.
+  std::string OpName() const;
+  // Returns the post of the first rank that has posted.
+  const Part& FirstPost() const;
+};
+using ExchangePtr = std::shared_ptr<Exchange>;
 
-  // ---- Failures
+// The work of a complete exchange: the chunks of the jobs of all local ranks.
+//
+// Any number of threads may call `Run` concurrently. `next_` gives each chunk
+// to one thread, `num_unfinished_` shows which thread finishes last, and the
+// lock guards `status_`, the first failure.
+class Work {
+ public:
+  explicit Work(ExchangePtr exchange);
 
-  // Fails a call that is in no exchange, and fails its run on all ranks.
-  void CompleteWithError(const Call& call, const Status& status)
-      EP_EXCLUDES(mutex_);
-  void FailRunEverywhere(uint64_t site_id, int64_t run_id,
-                         const Status& status);
-  // Fails the pending exchanges for which `match` holds, because missing posts
-  // can no longer arrive. Also fails their runs on all ranks, because a rank
-  // that fails in one exchange posts to no other exchange of the run.
-  template <typename Match>
-  void FailPending(const Status& reason, Match match) EP_EXCLUDES(mutex_);
-  void OnLeave(int32_t process, bool is_orderly, const std::string& its_reason)
-      EP_EXCLUDES(mutex_);
-  // Fails exchanges that lack posts after timeout_s, and warns once of an
-  // exchange that lacks posts after timeout_s / 3.
-  //
-  // Terminates the process `exit_after_s` seconds after a run of the group has
-  // failed, if the process has neither closed the group nor run another op on
-  // each of its devices: a device may wait for a failed rank in an XLA
-  // collective.
-  void OnTick() EP_EXCLUDES(mutex_);
+  // Returns the number of threads, 1 to `num_threads`, that speed up the work.
+  int64_t NumUsefulThreads(int64_t num_threads) const;
 
-  const Options options_;
-  std::vector<std::vector<int32_t>> readers_of_domain_;  // other processes
+  // Runs chunks until none is left. Returns true to exactly one caller, after
+  // all chunks have run. Only this caller may call the methods below.
+  bool Run();
+
+  const ExchangePtr& exchange() const { return exchange_; }
+  // Returns the first failure, whose message names the op.
+  Status status();
+
+ private:
+  struct Share {
+    const Job* job;
+    int64_t first_chunk;
+  };
+  Status RunChunk(int64_t chunk) const;
+
+  const ExchangePtr exchange_;
+  std::vector<Arrays> arrays_;  // by rank
+  std::vector<Share> shares_;   // of the local ranks
+  int64_t num_chunks_ = 0;
+  int64_t num_bytes_ = 0;
+  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> num_unfinished_{0};
 
   Mutex mutex_;
-  Pending pending_ EP_GUARDED_BY(mutex_);
-  Outcomes outcomes_ EP_GUARDED_BY(mutex_);
-  LastPosts last_posts_ EP_GUARDED_BY(mutex_);
-  Launches launches_ EP_GUARDED_BY(mutex_);
-  // For OnTick: a run's failure, the time to terminate the process, and the
-  // local members of the topology that have run no op since the failure.
-  Status failure_ EP_GUARDED_BY(mutex_);
-  double exit_at_ EP_GUARDED_BY(mutex_) = 0;
-  std::set<int32_t> waiting_ EP_GUARDED_BY(mutex_);
-  bool has_warned_ EP_GUARDED_BY(mutex_) = false;  // see OnTick
-  // Actions that wait for the first launch of a site, by site id.
-  std::map<uint64_t, Actions> deferred_ EP_GUARDED_BY(mutex_);
-
-  Workers workers_;
-  const std::unique_ptr<Peers> peers_;
+  Status status_ EP_GUARDED_BY(mutex_);
 };
 
 }  // namespace ep::host

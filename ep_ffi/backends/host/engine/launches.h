@@ -21,8 +21,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "ep_ffi/backends/host/transport/messages.h"
@@ -32,8 +34,13 @@ namespace ep::host {
 // Not thread-safe: the owner's lock guards this object.
 class Launches {
  public:
-  // Names a launch of this process.
-  Launch Name(uint64_t site_id, int64_t run_id) {
+  using Actions = std::vector<std::function<void()>>;
+
+  // Names a launch of this process. Sets `due` to the actions that waited for
+  // this site, which the caller runs after it has released the lock.
+  Launch Name(uint64_t site_id, int64_t run_id, Actions* due) {
+    auto node = deferred_.extract(site_id);
+    if (!node.empty()) *due = std::move(node.mapped());
     Note(run_id);
     auto [entry, is_new] = first_.try_emplace(site_id, run_id);
     entry->second = std::min(entry->second, run_id);
@@ -57,6 +64,11 @@ class Launches {
     auto entry = first_.find(launch.site_id);
     if (entry == first_.end()) return std::nullopt;
     return Difference(entry->second, Difference(0, launch.number));
+  }
+
+  // Keeps an action until the next launch of a site.
+  void Defer(uint64_t site_id, std::function<void()> action) {
+    deferred_[site_id].push_back(std::move(action));
   }
 
  private:
@@ -93,6 +105,7 @@ class Launches {
   std::map<uint64_t, int64_t> first_;    // first run id, by site
   std::map<uint64_t, int64_t> reached_;  // number of the latest launch, by site
   std::vector<int64_t> latest_;          // latest run id of each executable
+  std::map<uint64_t, Actions> deferred_;  // by site
 };
 
 }  // namespace ep::host

@@ -51,14 +51,13 @@ Status Disagreement(const Topology& topology, const Exchange& exchange) {
   const Part& zero = exchange.parts[0];
   for (int32_t r = 1; r < topology.ep_size; ++r) {
     const Part& other = exchange.parts[r];
-    const auto field = zero.contribution.signature.FirstDifference(
-        other.contribution.signature);
+    const auto field = zero.signature.FirstDifference(other.signature);
     if (!field) continue;
     const std::string other_op = other.op.FullName();
     const bool is_same_op = zero.op.FullName() == other_op;
     const auto value_on = [&](int32_t rank) {
       const Part& part = exchange.parts[rank];
-      return StrCat(part.contribution.signature.ValueOf(*field), " on ",
+      return StrCat(part.signature.ValueOf(*field), " on ",
                     topology.RankName(exchange.key.domain, rank),
                     is_same_op ? "" : " in " + part.op.FullName());
     };

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "ep_ffi/backends/host/engine/exchange.h"
 #include "ep_ffi/backends/host/engine/launches.h"
-#include "ep_ffi/backends/host/engine/pending.h"
 #include "ep_ffi/backends/host/transport/topology.h"
 #include "ep_ffi/core/status.h"
 

@@ -3,7 +3,7 @@
 // Messages between the processes of a group, which peers.h sends on sockets.
 //
 // A message comes from another process, so no value in it is trusted. `Decode`
-// checks the form of a message, and engine/exchange.cc checks the values
+// checks the form of a message, and engine/exchanges.cc checks the values
 // against the group.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_MESSAGES_H_
@@ -11,51 +11,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <string>
 
+#include "ep_ffi/backends/host/movers/job.h"
+
 namespace ep::host {
-
-// The values that must be equal on all ranks of an exchange, with the sizes of
-// the two arrays that each rank posts. All values except the hash of the
-// routing come from shapes and attributes. Messages contain the struct's bytes.
-struct Signature {
-  enum Field {
-    kOp,
-    kExperts,
-    kTokens,
-    kTopK,
-    kWidth,
-    kDType,
-    kCapacity,
-    kAlignment,
-    kDrop,
-    kTail,
-    kWire,
-    kFingerprint,
-    kWeighted,
-    kRouting,
-    kFirstBytes,
-    kSecondBytes,
-    kNumFields,
-  };
-  int64_t values[kNumFields] = {};
-
-  int64_t operator[](Field field) const { return values[field]; }
-  int64_t& operator[](Field field) { return values[field]; }
-
-  // Return the offset of the second array in a segment, and the total bytes.
-  size_t second_offset() const;
-  size_t staged_bytes() const;
-  // Returns whether both arrays fit into a segment of `bytes`. Also works for
-  // invalid values from a peer.
-  bool FitsIn(size_t bytes) const;
-
-  std::optional<Field> FirstDifference(const Signature& other) const;
-  // Return the name and the value of a field, for error messages.
-  static const char* Name(Field field);
-  std::string ValueOf(Field field) const;
-};
 
 // The name of a launch in one process; see engine/launches.h.
 struct Launch {

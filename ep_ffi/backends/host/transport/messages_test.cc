@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests messages and their signatures.
+// Tests messages.
 
 #include "ep_ffi/backends/host/transport/messages.h"
 
@@ -79,30 +79,6 @@ TEST(MessagesTest, RejectsAFailureWithoutAnError) {
   for (int32_t code : {-1, 0, 7, 256}) {
     message.code = code;
     EXPECT_FALSE(Decodes(Encode(message, ""))) << code;
-  }
-}
-
-TEST(SignatureTest, TheSecondArrayIsAligned) {
-  Signature s;
-  s[Signature::kFirstBytes] = 65;
-  s[Signature::kSecondBytes] = 3;
-  EXPECT_EQ(128u, s.second_offset());
-  EXPECT_EQ(131u, s.staged_bytes());
-}
-
-TEST(SignatureTest, BothArraysMustFitIntoASegment) {
-  Signature s;
-  s[Signature::kFirstBytes] = 65;
-  s[Signature::kSecondBytes] = 3;
-  EXPECT_TRUE(s.FitsIn(131));
-  EXPECT_FALSE(s.FitsIn(130));
-  for (Signature::Field size :
-       {Signature::kFirstBytes, Signature::kSecondBytes}) {
-    for (int64_t value : {int64_t{-1}, int64_t{132}, INT64_MAX, INT64_MIN}) {
-      Signature other = s;
-      other[size] = value;
-      EXPECT_FALSE(other.FitsIn(131)) << value;
-    }
   }
 }
 

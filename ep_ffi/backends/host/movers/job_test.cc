@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests how movers divide work into chunks and read corrupt plans, without an
-// engine. The conformance suite tests the results; see group_test.cc.
+// Tests how jobs divide work into chunks and read corrupt plans, without an
+// engine, and signatures. The conformance suite tests the results; see
+// group_test.cc.
 
-#include "ep_ffi/backends/host/movers/movers.h"
+#include "ep_ffi/backends/host/movers/job.h"
 
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <type_traits>
 
 #include "ep_ffi/testing/expect.h"
 #include "ep_ffi/testing/plans.h"
@@ -29,16 +29,7 @@ using testing::RankData;
 using testing::RowType;
 using testing::SortAll;
 
-// Returns the ranks' arrays, as movers read them.
-std::vector<RankRows> RowsOf(const std::vector<RankData>& data) {
-  std::vector<RankRows> ranks;
-  for (const RankData& d : data) {
-    ranks.push_back({d.rows.data(), d.weights.data()});
-  }
-  return ranks;
-}
-
-// A plan of rank 0, and the inputs of all ranks for both movers.
+// A plan of rank 0, and the inputs of all ranks for Scatter and Gather.
 struct Exchange {
   Exchange(Random& random, const PlanDims& dims, const RowType& type)
       : dims(dims), type(type) {
@@ -58,31 +49,29 @@ struct Exchange {
   std::vector<RankData> tokens, slots;  // by rank
 };
 
-// Runs a mover on rank 0 with the plan in `mem`.
-template <typename Mover>
-Status RunMover(const Exchange& e, const std::vector<std::byte>& mem,
-                const std::vector<RankData>& inputs, RankData* out) {
-  constexpr bool kScatters = std::is_same_v<Mover, Scatter>;
-  const int64_t num_rows = kScatters ? e.dims.capacity : e.dims.num_tokens;
-  const int64_t num_weights =
-      kScatters ? e.dims.capacity : e.dims.num_choices();
+// Runs ep_dispatch or ep_dispatch_bwd on rank 0 with the plan in `mem`.
+Status RunJob(const Exchange& e, Op op, const std::vector<std::byte>& mem,
+              const std::vector<RankData>& inputs, RankData* out) {
+  const bool scatters = op == Op::kDispatch;
+  const int64_t num_rows = scatters ? e.dims.capacity : e.dims.num_tokens;
   out->rows.resize(num_rows * e.type.bytes());
-  out->weights.resize(num_weights);
-  const Rows outputs = {out->rows.data(), num_rows, e.type.width, e.type.dtype};
-  Mover mover = {};
-  mover.dims = e.dims;
-  if constexpr (kScatters) {
-    mover.tail = Tail::kZero;
-    mover.args.slots = outputs;
-    mover.args.slot_weights = out->weights.data();
-  } else {
-    mover.args.tokens = outputs;
-    mover.args.topk_weights = out->weights.data();
+  out->weights.resize(scatters ? e.dims.capacity : e.dims.num_choices());
+  Site site = {};
+  site.layer.tail = Tail::kZero;
+  Job job = {};
+  job.kind = scatters ? Job::kScatter : Job::kGather;
+  job.call.site = &site;
+  job.dims = e.dims;
+  job.mem = {mem.data(), static_cast<int64_t>(mem.size())};
+  job.out = {out->rows.data(), num_rows, e.type.width, e.type.dtype};
+  job.out_weights = out->weights.data();
+  EP_RETURN_IF_ERROR(job.Open());
+  std::vector<Arrays> ranks;
+  for (const RankData& d : inputs) {
+    ranks.push_back({d.rows.data(), d.weights.data()});
   }
-  EP_RETURN_IF_ERROR(
-      Plan::Open(e.dims, 0, mem.data(), mem.size(), &mover.plan));
-  for (int64_t chunk = mover.num_chunks() - 1; chunk >= 0; --chunk) {
-    EP_RETURN_IF_ERROR(mover.RunChunk(RowsOf(inputs), chunk));
+  for (int64_t chunk = job.num_chunks() - 1; chunk >= 0; --chunk) {
+    EP_RETURN_IF_ERROR(job.RunChunk(ranks, chunk));
   }
   return Status();
 }
@@ -93,7 +82,7 @@ constexpr PlanDims kDims = {/*num_experts=*/6, /*ep_size=*/3,
                             /*drop=*/true};
 
 // Tests row sizes below and above a chunk, and row sizes that do not divide it.
-TEST(MoversTest, ChunksCoverEveryRowOnce) {
+TEST(JobTest, ChunksCoverEveryRowOnce) {
   Random random(7);
   for (int64_t width : {1, 3000, 100000}) {
     PlanDims dims = kDims;
@@ -103,14 +92,14 @@ TEST(MoversTest, ChunksCoverEveryRowOnce) {
       return ApplyOn(/*rank=*/0, op, e.dims, e.layout, e.type, inputs);
     };
     RankData out;
-    ExpectOk(RunMover<Scatter>(e, e.mem, e.tokens, &out));
+    ExpectOk(RunJob(e, Op::kDispatch, e.mem, e.tokens, &out));
     EXPECT_EQ("", Difference(e.type, expected(Op::kDispatch, e.tokens), out));
-    ExpectOk(RunMover<GatherSum>(e, e.mem, e.slots, &out));
+    ExpectOk(RunJob(e, Op::kDispatchBwd, e.mem, e.slots, &out));
     EXPECT_EQ("", Difference(e.type, expected(Op::kDispatchBwd, e.slots), out));
   }
 }
 
-TEST(MoversTest, TheErrorNamesACorruptRoute) {
+TEST(JobTest, TheErrorNamesACorruptRoute) {
   Random random(9);
   const Exchange e(random, kDims, {3, DType::kBFloat16});
   for (const Route& bad : {Route{3, 0}, Route{-2, 0}, Route{0, -1},
@@ -124,8 +113,33 @@ TEST(MoversTest, TheErrorNamesACorruptRoute) {
       RankData out;
       ExpectFailure({Code::kInvalidArgument,
                      {StrCat("row ", bad.index, " of rank ", bad.rank)}},
-                    at == header ? RunMover<GatherSum>(e, mem, e.slots, &out)
-                                 : RunMover<Scatter>(e, mem, e.tokens, &out));
+                    at == header
+                        ? RunJob(e, Op::kDispatchBwd, mem, e.slots, &out)
+                        : RunJob(e, Op::kDispatch, mem, e.tokens, &out));
+    }
+  }
+}
+
+TEST(SignatureTest, TheSecondArrayIsAligned) {
+  Signature s;
+  s[Signature::kFirstBytes] = 65;
+  s[Signature::kSecondBytes] = 3;
+  EXPECT_EQ(128u, s.second_offset());
+  EXPECT_EQ(131u, s.staged_bytes());
+}
+
+TEST(SignatureTest, BothArraysMustFitIntoASegment) {
+  Signature s;
+  s[Signature::kFirstBytes] = 65;
+  s[Signature::kSecondBytes] = 3;
+  EXPECT_TRUE(s.FitsIn(131));
+  EXPECT_FALSE(s.FitsIn(130));
+  for (Signature::Field size :
+       {Signature::kFirstBytes, Signature::kSecondBytes}) {
+    for (int64_t value : {int64_t{-1}, int64_t{132}, INT64_MAX, INT64_MIN}) {
+      Signature other = s;
+      other[size] = value;
+      EXPECT_FALSE(other.FitsIn(131)) << value;
     }
   }
 }

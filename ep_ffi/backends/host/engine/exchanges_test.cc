@@ -3,7 +3,7 @@
 // Tests one real process of a group. The test itself sends the messages of the
 // peers: in rare orders, and with invalid posts.
 
-#include "ep_ffi/backends/host/engine/exchange.h"
+#include "ep_ffi/backends/host/engine/exchanges.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -15,13 +15,51 @@
 
 #include "ep_ffi/backends/host/testing/sockets.h"
 #include "ep_ffi/testing/expect.h"
+#include "ep_ffi/testing/plans.h"
 #include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
 namespace {
 
 constexpr int32_t kRanks = 4;  // one per process; only rank 0 runs our code
-constexpr int64_t kInts = 2;   // ints that each rank posts
+constexpr int64_t kWidth = 2;  // of the row that each rank posts
+
+// Each rank has a token, which chooses all ranks.
+constexpr PlanDims kDims = {
+    /*num_experts=*/kRanks, /*ep_size=*/kRanks,
+    /*num_tokens=*/1,       /*top_k=*/kRanks,
+    /*capacity=*/kRanks,    /*alignment=*/1,
+    /*drop=*/false};
+
+const std::vector<std::byte>& PlanOfRank0() {
+  static const auto* plan = new testing::BuiltPlan(
+      kDims, 0,
+      testing::SortAll(kDims, testing::Choices(kRanks, {0, 1, 2, 3})));
+  return plan->mem;
+}
+
+// The buffers of an ep_combine of rank 0. Its output is the sum of the first
+// slots of all ranks.
+struct Combine {
+  std::shared_ptr<Job> MakeJob(Call call) {
+    const std::vector<std::byte>& mem = PlanOfRank0();
+    call.op = Op::kCombine;
+    call.site = &site;
+    const auto job =
+        std::make_shared<Job>(Job{Job::kGather, std::move(call), kDims});
+    job->mem = {mem.data(), static_cast<int64_t>(mem.size())};
+    job->in = {reinterpret_cast<const std::byte*>(slots), kDims.capacity,
+               kWidth, DType::kFloat32};
+    job->out = {reinterpret_cast<std::byte*>(sum), kDims.num_tokens, kWidth,
+                DType::kFloat32};
+    testing::ExpectOk(job->Open());
+    return job;
+  }
+
+  Site site = {};
+  float slots[kRanks][kWidth] = {{1, 1}};
+  float sum[kWidth] = {};
+};
 
 class ExchangeTest : public ::testing::Test {
  protected:
@@ -44,28 +82,26 @@ class ExchangeTest : public ::testing::Test {
                           std::move(peers_[0]));
   }
 
-  // Posts {value, value} as rank `rank`. `forge` may change the message.
+  // Posts rows {value, value} as rank `rank`. `forge` may change the message.
   void PeerPosts(
-      int32_t rank, int64_t run_id, int32_t value,
+      int32_t rank, int64_t run_id, float value,
       const std::function<void(Message*)>& forge = [](Message*) {}) {
+    Combine combine;
+    for (float& element : combine.slots[0]) element = value;
     Segment* segment;
     ASSERT_TRUE(
-        peers_[rank]->Acquire(kInts * sizeof(value), {0}, &segment).ok());
-    for (int i = 0; i < kInts; ++i) {
-      std::memcpy(segment->memory.data() + i * sizeof(value), &value,
-                  sizeof(value));
-    }
+        peers_[rank]->Acquire(sizeof(combine.slots), {0}, &segment).ok());
+    std::memcpy(segment->memory.data(), combine.slots, sizeof(combine.slots));
     Message message = {};
     message.rank = rank;
     message.launch.run_id = run_id;
     message.segment = segment->id;
-    message.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
-    message.signature[Signature::kFirstBytes] = kInts * sizeof(value);
+    message.signature = combine.MakeJob({})->signature();
     forge(&message);
     peers_[rank]->SendPost({0}, message, "");
   }
 
-  void AllPeersPost(int64_t run_id, int32_t value) {
+  void AllPeersPost(int64_t run_id, float value) {
     for (int32_t rank : {1, 2, 3}) PeerPosts(rank, run_id, value);
   }
 
@@ -82,45 +118,27 @@ class ExchangeTest : public ::testing::Test {
     ADD_FAILURE() << "no peer has closed";
   }
 
-  // Posts {1, 1} as rank 0. The result is the sum of all ranks' ints.
+  // Posts a row {1, 1} as rank 0. The result is the sum of all ranks' elements.
   struct Result {
     Status status;
-    int32_t sum = 0;
+    float sum = 0;
   };
   std::future<Result> Post(int64_t run_id, uint64_t site_id = 0) {
     struct State {
-      Site site = {};
-      int32_t ints[kInts] = {1, 1};
-      int32_t sum = 0;
+      Combine combine;
       std::promise<Result> result;
     };
     auto state = std::make_shared<State>();
-    state->site.id = site_id;
-    Contribution c;
-    c.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
-    c.signature[Signature::kFirstBytes] = sizeof(state->ints);
-    c.arrays.first = state->ints;
-    c.num_chunks = 1;
-    c.run = [state](const std::vector<Arrays>& ranks, int64_t) {
-      for (const Arrays& rank : ranks) {
-        int32_t ints[kInts];
-        std::memcpy(ints, rank.first, sizeof(ints));
-        for (int32_t i : ints) state->sum += i;
-      }
-      return Status();
+    state->combine.site.id = site_id;
+    Call call = {};
+    call.run_id = run_id;
+    call.done = [state](Status status) {
+      const float* sum = state->combine.sum;
+      state->result.set_value({status, sum[0] + sum[1]});
     };
-    const Call call = {Op::kDispatch,
-                       &state->site,
-                       run_id,
-                       /*device=*/0,
-                       /*executor=*/nullptr,
-                       /*stream=*/nullptr,
-                       /*communicator=*/nullptr,
-                       [state](Status status) {
-                         state->result.set_value({status, state->sum});
-                       }};
-    exchanges_->Post(call, /*domain=*/0, /*rank=*/0, std::move(c));
-    return state->result.get_future();
+    std::future<Result> result = state->result.get_future();
+    exchanges_->Post(state->combine.MakeJob(std::move(call)));
+    return result;
   }
 
   static Result Get(std::future<Result> future) {
@@ -131,7 +149,7 @@ class ExchangeTest : public ::testing::Test {
     return {Status(Code::kInternal, "the op did not complete"), 0};
   }
 
-  static void ExpectSum(int32_t expected, std::future<Result> future) {
+  static void ExpectSum(float expected, std::future<Result> future) {
     const Result result = Get(std::move(future));
     testing::ExpectOk(result.status);
     EXPECT_EQ(expected, result.sum);
@@ -233,7 +251,7 @@ TEST_F(LateTest, TheErrorNamesAMissingRankAndItsLastOp) {
               Post(7));
   for (int32_t rank : {2, 3}) PeerPosts(rank, 8, 10);
   ExpectError(Code::kDeadlineExceeded,
-              "rank 1 (process 1) whose last op was ep_dispatch(layer \"\")",
+              "rank 1 (process 1) whose last op was ep_combine(layer \"\")",
               Post(8));
 }
 
@@ -280,7 +298,7 @@ TEST_F(ExchangeTest, ClosingReportsAnOpThatThisProcessMissed) {
   peers_[1]->SendFail({0, 12, 5}, Status(Code::kInternal, "late"));
   while (*failed_run_ != 12) usleep(1000);
   testing::ExpectFailure(
-      {Code::kFailedPrecondition, {"rank 1 (process 1) ran ep_dispatch"}},
+      {Code::kFailedPrecondition, {"rank 1 (process 1) ran ep_combine"}},
       exchanges_->Close());
 }
 
@@ -299,8 +317,7 @@ TEST_F(ExchangeTest, DifferentSignaturesFailTheirRun) {
     SCOPED_TRACE(field);
     std::future<Result> mine = Post(field);
     PeerPosts(1, field, 10);
-    PeerPosts(2, field, 10,
-              [&](Message* m) { m->signature.values[field] = 4; });
+    PeerPosts(2, field, 10, [&](Message* m) { ++m->signature.values[field]; });
     PeerPosts(3, field, 10);
     ExpectError(Code::kFailedPrecondition, "disagree", std::move(mine));
   }
