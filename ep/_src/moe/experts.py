@@ -19,11 +19,7 @@ from ep._src.ops.combine import combine
 from ep._src.ops.dispatch import dispatch
 from ep._src.ops.handle import Routing
 from ep._src.ops.prepare import keep_routing
-from ep._src.ops.row_map import (
-  fan_out,
-  map_used_rows,
-  weighted,
-)
+from ep._src.ops.row_map import map_used_rows, weighted
 
 Activation = Callable[[jax.Array], jax.Array]
 Weigh = Literal["late", "early", "input"]
@@ -35,14 +31,13 @@ class Segments:
 
   `moe_layer(experts=)` passes the segments to a function of yours. An expert
   segment is the rows of one of the rank's L experts. The methods take and
-  return arrays [C, ...], with a row for each slot of the capacity C, but visit
-  only blocks of used rows. The methods return zeros in the rows that pad a
-  segment. Rows after the last segment, even NaNs, affect no other row.
+  return arrays [C, ...], with a row for each slot of the capacity C. They
+  return zeros in the rows that pad a segment. Rows after the last segment, even
+  NaNs, affect no other row.
 
-  You may also pass these arrays to JAX operations, which compute all C rows. If
-  several calls read an array, JAX adds all C rows of its gradients. A function
-  whose value or derivative at 0 is not finite belongs into `map`: after a JAX
-  operation, NaNs of padding rows reach the gradients of matrices.
+  You may also pass these arrays to JAX operations. A function whose value or
+  derivative at 0 is not finite belongs into `map`: after a JAX operation, NaNs
+  of padding rows reach the gradients of matrices.
   """
 
   _sizes: Sizes
@@ -61,9 +56,7 @@ class Segments:
 
     Args:
       rows: [C, F].
-      matrices: [L, F, G], or a pytree of such arrays with different G. One call
-        for all matrices that multiply the same rows adds the gradients of the
-        used rows only.
+      matrices: [L, F, G], or a pytree of such arrays with different G.
 
     Returns:
       [C, G] for each array of `matrices`.
@@ -85,10 +78,9 @@ class Segments:
     for i, matrix in enumerate(leaves):
       places.setdefault(matrix.shape, []).append(i)
     outs = [*leaves]
-    copies = fan_out(self._routing.group_sizes, rows, len(places))
-    for same, copy in zip(places.values(), copies, strict=True):
+    for same in places.values():
       products = grouped_matmuls(
-        copy,
+        rows,
         [leaves[i] for i in same],
         self._routing.group_sizes,
         segments=self._by_source,
@@ -102,14 +94,12 @@ class Segments:
     """Returns `fn(*arrays)`, where `fn` maps each row independently.
 
     Args:
-      fn: maps blocks [B, ...] of each array, for any B, to an array [B, ...] or
-        a sequence of arrays. If `fn` closes over traced values, it computes all
-        C rows.
+      fn: maps arrays [C, ...] to an array [C, ...] or a sequence of arrays.
       *arrays: [C, ...]. Rows that pad a segment have no gradient, even if the
         value or a derivative of `fn` at 0 is not finite.
 
     Returns:
-      The results of `fn`, with C rows instead of B.
+      The results of `fn`.
 
     Raises:
       ValueError: an array has not C rows.
