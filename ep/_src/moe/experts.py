@@ -325,7 +325,16 @@ def _apply(
     )
     return out
   names = ["up", "gate"] if "w_gate" in params else ["up"]
-  has_biases = "b_up" in params
+  count, has_biases = len(names), "b_up" in params
+
+  def hidden_of(*operands: jax.Array) -> jax.Array:
+    """Maps the products, then optionally their biases, and weights."""
+    products, others = operands[:count], operands[count:]
+    if has_biases:
+      products = tuple(map(jnp.add, products, others[:count]))
+      others = others[count:]
+    hidden = experts.hidden(*products)
+    return weighted(hidden, *others) if others else hidden
 
   # Hidden rows are as large as `products`, but cheap to recompute: do not save.
   @jax.checkpoint
@@ -335,7 +344,7 @@ def _apply(
       blocks += segments.spread([params["b_" + n] for n in names])
     if weights is not None:
       blocks.append(weights)
-    hidden = segments.map(_Hidden(experts, len(names), has_biases), *blocks)
+    hidden = segments.map(hidden_of, *blocks)
     product: jax.Array = segments.matmul(hidden, params["w_down"])
     return product
 
@@ -344,24 +353,3 @@ def _apply(
     bias = segments.spread(params["b_down"], weights)
     out = segments.map(jnp.add, out, bias)
   return out
-
-
-@dataclasses.dataclass(frozen=True)
-class _Hidden:
-  """Maps blocks of the products x @ w to hidden rows.
-
-  The operands are the products, then optionally their biases, and weights.
-  """
-
-  experts: Experts
-  num_products: int
-  has_biases: bool
-
-  def __call__(self, *operands: jax.Array) -> jax.Array:
-    n = self.num_products
-    products, others = [*operands[:n]], [*operands[n:]]
-    if self.has_biases:
-      products = [*map(jnp.add, products, others[:n])]
-      others = others[n:]
-    hidden = self.experts.hidden(*products)
-    return weighted(hidden, *others) if others else hidden
