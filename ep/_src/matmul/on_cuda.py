@@ -36,7 +36,7 @@ KERNELS = (
 )
 # The kernels sum over steps of as many rows or columns.
 _DEPTH = 64
-_ROWS = 8  # the kernel of products takes multiples of this number of rows
+_ROWS = 8  # the kernel of products takes multiples of 8 rows
 
 
 def choose(
