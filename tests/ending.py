@@ -252,7 +252,9 @@ def psum(exit_after_s):
   from conftest import make_mesh
 
   of_all = make_mesh(groups.MESHES["dp2_ep2"])
-  group = groups.bootstrap(of_all, top_k=1, exit_after_s=exit_after_s)
+  # Nothing ends after timeout_s, which is longer than the test.
+  times = dict(timeout_s=600.0, exit_after_s=exit_after_s)
+  group = groups.bootstrap(of_all, top_k=1, **times)
   layer = ep.EpLayerConfig(group, name="moe_3", recv_capacity_per_rank=8)
 
   def before(domain):
