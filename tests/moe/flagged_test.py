@@ -148,6 +148,7 @@ def test_metrics_carry_each_fault(options, placement, words):
     ep.check(metrics)
 
 
+@of_one_process
 def test_metrics_of_a_scan_carry_the_fault_of_any_layer():
   layer = moe()
 
