@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long runs with changing routings are right and leak no resources.
+"""Long runs with changing routings keep their speed and leak no resources.
 
     python -m ep launch --num_processes=4 \
         -m pytest tests/group/soak_test.py --soak_steps=50000
 
-All devices form one domain.
+All devices form one domain. Process 0 prints the figures.
 """
 
 import collections
+import statistics
+import time
 
 import jax
 import numpy as np
@@ -38,6 +40,10 @@ MOST = Footprint(
   threads=IN_FLIGHT * jax.local_device_count(),
 )
 
+# The speed of a run with fewer steps cannot be measured well.
+TIMED_STEPS = 10_000
+SLOWER = 0.1
+
 
 class Steps:
   """Runs steps of a new group, whose routings repeat after `INPUTS` steps."""
@@ -64,8 +70,9 @@ class Steps:
       self._claims.append((case, block_and_back, *arrays))
       self._inputs.append([*map(case.put, (routing, *arrays))])
 
-  def run(self, steps):
-    """Runs the steps, and checks the last result."""
+  def seconds(self, steps):
+    """Runs the steps, checks the last result, and returns the time."""
+    start = time.monotonic()
     pending = collections.deque()
     for step in steps:
       pending.append(self._program(*self._inputs[step % INPUTS]))
@@ -73,18 +80,43 @@ class Steps:
         jax.block_until_ready(pending.popleft())
     jax.block_until_ready(pending)
     assert_same(pending[-1], expected(*self._claims[step % INPUTS]))
+    return time.monotonic() - start
 
 
-def test_soak(request):
+def test_soak(request, capsys):
   steps = request.config.getoption("soak_steps")
   size = max(2 * IN_FLIGHT, steps // PARTS)
   parts = [range(i, i + size) for i in range(0, steps, size)]
   tenth = -(-len(parts) // 10)
   soak = Steps()
   with soak.group:
-    for part in parts[:tenth]:
-      soak.run(part)
+    soak.seconds(parts[0])  # The first call compiles.
+    first = [soak.seconds(part) for part in parts[:tenth]]
     before = Footprint.now()
-    for part in parts[tenth:]:
-      soak.run(part)
-    before.check_now(MOST)
+    rest = [soak.seconds(part) for part in parts[tenth:]]
+    growth = before.check_now(MOST)
+    rates = [size / statistics.median(x) for x in (first, rest[-tenth:])]
+    figures = (
+      f"{size * len(parts)} steps in {sum(first + rest):.0f} s, {rates[0]:.0f}"
+      f" -> {rates[1]:.0f} steps/s, {growth}"
+    )
+    if steps >= TIMED_STEPS:
+      speed = compare_with_new_group(soak, parts[-tenth:])
+      figures += f", {speed:.2f} of the speed of a new group"
+      assert speed > 1 - SLOWER, figures
+  with capsys.disabled():
+    if jax.process_index() == 0:
+      print(f"\n{figures}")
+
+
+def compare_with_new_group(old, parts):
+  """Returns the speed of the group divided by the speed of a new group.
+
+  The groups alternate, because the load of the machine may change.
+  """
+  new = Steps()
+  with new.group:
+    new.seconds(parts[0])  # The first call compiles.
+    return statistics.median(
+      new.seconds(part) / old.seconds(part) for part in parts
+    )
