@@ -164,8 +164,7 @@ def padded(
     if padding.count is not None:
       outs = padding.remove(outs)
     sharding = jax.typeof(tokens[0]).sharding  # along Explicit axes
-    with jax.named_scope("ep_reshard"):
-      outs = views.resharded(sharding.mesh, sharding.spec, outs)
+    outs = views.resharded(sharding.mesh, sharding.spec, outs, is_named=True)
     return outs, summary
 
   return call
@@ -174,6 +173,7 @@ def padded(
 def _whole(array: jax.Array) -> jax.Array:
   """Returns the array, replicated over Explicit mesh axes."""
   mesh = jax.typeof(array).sharding.mesh
-  with jax.named_scope("ep_reshard"):
-    array = views.resharded(mesh, PartitionSpec(), array)
-  return array
+  whole: jax.Array = views.resharded(
+    mesh, PartitionSpec(), array, is_named=True
+  )
+  return whole

@@ -18,13 +18,13 @@ Any other sharding is given as a `PartitionSpec`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 import dataclasses
 import functools
 import itertools
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ep._src.base import arguments, compat
@@ -207,10 +207,7 @@ def _program(
     return jax.jit(of_arrays, inline=inline)
 
   def place(kind: Any, spec: PartitionSpec, arrays: Any) -> Any:
-    # ep.assert_no_hidden_collectives knows the collective by its name.
-    allowed = fn.is_layer and kind == TOKENS
-    with jax.named_scope("ep_reshard") if allowed else nullcontext():
-      return resharded(mesh, spec, arrays)
+    return resharded(mesh, spec, arrays, fn.is_layer and kind == TOKENS)
 
   def of_any_arrays(*args: Any) -> Any:
     return of_arrays(*jax.tree.map(place, inputs, specs, args))
@@ -247,11 +244,15 @@ def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
     group.connection.check_places(op, devices)
 
 
-def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
+def resharded(
+  mesh: Mesh, spec: PartitionSpec, arrays: Any, is_named: bool = False
+) -> Any:
   """Returns arrays with the sharding of `spec` along Explicit mesh axes.
 
   XLA chooses the sharding along Auto axes. JAX does not copy an array that
   already has the sharding of `spec`. Gradients get the sharding of the input.
+  If `is_named`, `ep.assert_no_hidden_collectives` knows the collectives by the
+  scope `ep_reshard`.
   """
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   if AxisType.Explicit not in types.values():
@@ -261,7 +262,21 @@ def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
     return tuple(a for a in _axes(entry) if types[a] == AxisType.Explicit)
 
   spec = PartitionSpec(*map(explicit, spec))
-  return jax.sharding.reshard(arrays, NamedSharding(mesh, spec))
+  place = NamedSharding(mesh, spec)
+  if not is_named:
+    return jax.sharding.reshard(arrays, place)
+
+  def moved(x: jax.Array) -> Any:
+    axes = [*map(_axes, spec)] + [()] * (x.ndim - len(spec))
+    if axes == [*map(_axes, jax.typeof(x).sharding.spec)]:
+      return x
+    # From JAX 0.12 on, XLA gives a reshard, and the reshard of a gradient, the
+    # name of its operand. So each operand is a barrier in the scope.
+    with jax.named_scope("ep_reshard"):
+      x = jax.sharding.reshard(lax.optimization_barrier(x), place)
+      return lax.optimization_barrier(x)
+
+  return jax.tree.map(moved, arrays)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
