@@ -228,7 +228,8 @@ def lower(*claims, view=global_view, platforms=None):
 
 def exchanges(compiled):
   """Returns the sorted names of ep's exchanges in a compiled program."""
-  call = 'custom_call_target="'
+  # ep_unwritten and ep_retyped make buffers; other custom calls exchange rows.
+  call = r'custom_call_target="(?!ep_unwritten|ep_retyped)'
   # backend="xla" exchanges counts, or rows [P, n, H], by XLA's collectives.
   counts = r' all-gather\(.*op_name="[^"]*/(?=ep_prepare\[)'
   rows = r',\d+,\d+\]\S* all-to-all\(.*op_name="[^"]*/(?=ep_\w+\[)'

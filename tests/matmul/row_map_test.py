@@ -4,17 +4,21 @@
 The tail of each input is NaN, and must not reach other values.
 """
 
+import re
+
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from cases import jit_quickly
 import ep
+from ep._src.matmul import grouped_matmul as gm
 from ep._src.ops import row_map
 from ep._src.ops.row_map import map_used_rows
 
-C, USED, F = 600, 300, 4
+C, USED, F = 600, 300, 4  # USED is two whole blocks and a partial block.
 
 
 def act(gates, values, weights):
@@ -95,28 +99,47 @@ def test_the_tail_is_what_was_asked_for(tail):
     np.testing.assert_array_equal(out[USED:], np.full((C - USED, F), value))
 
 
-def test_vmap():
-  args = inputs(lead=(2,))
-  counts = jnp.int32([[USED], [USED]])
-  got = jit_quickly(jax.vmap(lambda n, *args: map_used_rows(act, n, *args)[0]))(
-    counts, *args
+def test_nothing_touches_whole_arrays():
+  """XLA:CPU neither converts nor copies whole bfloat16 arrays.
+
+  XLA:CPU converts bfloat16 arrays that a loop slices, or copies their buffers,
+  for all rows instead of the used rows. The gradients of matrices have the
+  dtype of the matrices.
+  """
+  sizes = jnp.int32([100, 200])
+
+  def experts(x, w):
+    (y,) = gm.grouped_matmuls(x, [w], sizes)
+    return map_used_rows(jnp.sin, sizes, y)
+
+  def step(x, w):
+    y, vjp = jax.vjp(experts, x, w)
+    return vjp(y)
+
+  args = jnp.zeros((C, F), jnp.bfloat16), jnp.zeros((3, 2, F, F), jnp.bfloat16)
+  scanned = jax.jit(lambda x, w: lax.scan(step, x, w))
+  program = scanned.lower(*args).compile()
+  text = program.as_text()
+  assert f"u16[{C},{F}]" in text
+  assert f"f32[{C}," not in text
+  assert not re.findall(rf"= u16\[{C},{F}\]\S* copy\(.*", text)
+  call = 'custom_call_target="ep_grouped_matmul"'
+  assert re.search(rf"= \(?bf16\[2,{F},{F}\].* custom-call\(.*{call}", text)
+
+
+def test_work_follows_the_used_rows():
+  starts = []
+
+  def fn(x):
+    jax.debug.callback(lambda _: starts.append(1), x[0, 0])
+    return x
+
+  call = jax.jit(
+    lambda n, x: row_map._apply_by_blocks(
+      n, x, fn=lambda x: [fn(x)], tail="zero"
+    )
   )
-  expected = jax.vmap(lambda *args: act(*args)[0])(*args)
-  close(got, expected)
-
-
-def test_any_number_of_rows():
-  x = jnp.ones((C, F))
-  program = jit_quickly(lambda n: map_used_rows(jnp.sqrt, n, x, tail="zero"))
-  for count in 0, 1, 128, C:
-    expected = (np.arange(C)[:, None] < count) * x
-    np.testing.assert_array_equal(program(jnp.int32([count])), expected)
-
-
-def test_rows_are_weighted_in_float32_and_rounded_once():
-  rng = np.random.default_rng(0)
-  rows = rng.normal(size=(40, 8)).astype(jnp.bfloat16)
-  weights = rng.normal(size=40).astype(np.float32)
-  expected = weights[:, None] * rows.astype(np.float32)
-  actual = jax.jit(row_map.weighted)(rows, weights)
-  np.testing.assert_array_equal(actual, expected.astype(jnp.bfloat16))
+  for count in (0, 129):
+    jax.block_until_ready(call(jnp.int32(count), jnp.ones((2048, 1))))
+  jax.effects_barrier()
+  assert len(starts) == 2

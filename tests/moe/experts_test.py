@@ -20,6 +20,7 @@ from groups import E, H, layer, of_one_process
 from layer_steps import (
   assert_close,
   assert_same_bits,
+  moe_step_of,
   put_moe,
   run_moe_step,
   whole,
@@ -155,6 +156,30 @@ def test_unused_rows_do_not_affect_results():
     got = run_moe_step(checked, *args, experts=ours)
   assert_same_bits(got, expected)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
+
+
+def equations(jaxpr):
+  for eqn in jaxpr.eqns:
+    inner = list(jax.extend.core.jaxprs_in_params(eqn.params))
+    yield from (e for j in inner for e in equations(j))
+    if not inner:
+      yield eqn
+
+
+def test_no_operation_of_jax_computes_all_rows():
+  """Only primitives of ep, which skip unused rows, return blocks of C rows."""
+  case = Case(layer("ep4"))
+  args = arrays_of(case, draw())
+  traced = moe_step_of(case.layer, experts=ours).trace(*args)
+  names = {
+    eqn.primitive.name
+    for eqn in equations(traced.jaxpr.jaxpr)
+    for x in eqn.outvars
+    if x.aval.shape[:1] == (case.layer.capacity,)
+    and x.aval.shape[1:] not in ((), (1,))
+  }
+  assert {"ep_map_used_rows", "ep_grouped_matmul"} <= names
+  assert not {n for n in names if not n.startswith("ep_")}
 
 
 def test_matrices_are_passed_by_name():

@@ -28,7 +28,8 @@ from jax import Array, lax
 import jax.numpy as jnp
 
 from ep._src.base.arrays import iota
-from ep._src.matmul.tail import TAILS
+from ep._src.matmul import unwritten_rows
+from ep._src.matmul.unwritten_rows import slice_rows, TAILS
 
 _Arrays = Sequence[Array]
 
@@ -99,7 +100,7 @@ def _map_tiles(
   def step(tile: _Tile, outs: _Arrays) -> list[Array]:
     values = fn(*map(tile.read, rows), *(_at(w, tile.slab) for w in matrices))
     return [
-      tile.write(out, x.astype(dtype))
+      unwritten_rows.write(out, x.astype(dtype), tile.start, tile.inside)
       for out, x in zip(outs, values, strict=True)
     ]
 
@@ -148,12 +149,7 @@ class _Tile:
 
   def read(self, rows: Array) -> Array:
     """Returns the rows of the tile, including rows outside of the slab."""
-    return _slice(rows, self.start, self._height)
-
-  def write(self, buffer: Array, rows: Array) -> Array:
-    """Writes only the rows of the slab, and returns the buffer."""
-    rows = jnp.where(self.inside[:, None], rows, self.read(buffer))
-    return _update(buffer, rows, self.start)
+    return slice_rows(rows, self.start, self._height)
 
 
 def _dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
@@ -172,13 +168,6 @@ def _before(counts: Array) -> Array:
   return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
-# If negative indices are allowed, JAX adds operations to handle them.
-_slice = functools.partial(
-  lax.dynamic_slice_in_dim, allow_negative_indices=False
-)
-_update = functools.partial(
-  lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False
-)
 _at = functools.partial(
   lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
 )

@@ -25,9 +25,8 @@ from ep._src.matmul import implementations
 from ep._src.matmul.implementations import Implementation
 from ep._src.moe import router
 from ep._src.moe.experts import Activation, Experts, Weigh
-from ep._src.ops import quantizers
+from ep._src.ops import quantizers, row_map
 
-_EVEN_ROWS = 128  # the capacity of a deterministic layer is a multiple
 _POSITIVE = arguments.at_least(1)
 _CHECKS: dict[str, arguments.Check] = {
   "name": arguments.label,
@@ -272,8 +271,8 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     group,
     top_k=config.top_k,
     capacity_factor=config.capacity_factor,
-    # XLA:CPU may round functions of few rows differently.
-    capacity_multiple=_EVEN_ROWS if config.deterministic else 1,
+    # A deterministic layer needs row blocks of equal size (row_map.py).
+    capacity_multiple=row_map.HEIGHT if config.deterministic else 1,
     overflow=config.overflow,
     drop_by=config.drop_by,
     wire=config.wire,

@@ -31,13 +31,14 @@ class Segments:
 
   `moe_layer(experts=)` passes the segments to a function of yours. An expert
   segment is the rows of one of the rank's L experts. The methods take and
-  return arrays [C, ...], with a row for each slot of the capacity C. They
-  return zeros in the rows that pad a segment. Rows after the last segment, even
-  NaNs, affect no other row.
+  return arrays [C, ...], with a row for each slot of the capacity C, but visit
+  only blocks of used rows. The methods return zeros in the rows that pad a
+  segment. Rows after the last segment, even NaNs, affect no other row.
 
-  You may also pass these arrays to JAX operations. A function whose value or
-  derivative at 0 is not finite belongs into `map`: after a JAX operation, NaNs
-  of padding rows reach the gradients of matrices.
+  You may also pass these arrays to JAX operations, which compute all C rows. If
+  several calls read an array, JAX adds all C rows of its gradients. A function
+  whose value or derivative at 0 is not finite belongs into `map`: after a JAX
+  operation, NaNs of padding rows reach the gradients of matrices.
   """
 
   _sizes: Sizes
@@ -56,7 +57,9 @@ class Segments:
 
     Args:
       rows: [C, F].
-      matrices: [L, F, G], or a pytree of such arrays with different G.
+      matrices: [L, F, G], or a pytree of such arrays with different G. One call
+        for all matrices of one shape that multiply the same rows adds the
+        gradients of the used rows only.
 
     Returns:
       [C, G] for each array of `matrices`.
@@ -94,12 +97,14 @@ class Segments:
     """Returns `fn(*arrays)`, where `fn` maps each row independently.
 
     Args:
-      fn: maps arrays [C, ...] to an array [C, ...] or a sequence of arrays.
+      fn: maps blocks [B, ...] of each array, for any B, to an array [B, ...] or
+        a sequence of arrays. If `fn` closes over traced values, it computes all
+        C rows.
       *arrays: [C, ...]. Rows that pad a segment have no gradient, even if the
         value or a derivative of `fn` at 0 is not finite.
 
     Returns:
-      The results of `fn`.
+      The results of `fn`, with C rows instead of B.
 
     Raises:
       ValueError: an array has not C rows.
@@ -325,16 +330,7 @@ def _apply(
     )
     return out
   names = ["up", "gate"] if "w_gate" in params else ["up"]
-  count, has_biases = len(names), "b_up" in params
-
-  def hidden_of(*operands: jax.Array) -> jax.Array:
-    """Maps the products, then optionally their biases, and weights."""
-    products, others = operands[:count], operands[count:]
-    if has_biases:
-      products = tuple(map(jnp.add, products, others[:count]))
-      others = others[count:]
-    hidden = experts.hidden(*products)
-    return weighted(hidden, *others) if others else hidden
+  has_biases = "b_up" in params
 
   # Hidden rows are as large as `products`, but cheap to recompute: do not save.
   @jax.checkpoint
@@ -344,7 +340,7 @@ def _apply(
       blocks += segments.spread([params["b_" + n] for n in names])
     if weights is not None:
       blocks.append(weights)
-    hidden = segments.map(hidden_of, *blocks)
+    hidden = segments.map(_Hidden(experts, len(names), has_biases), *blocks)
     product: jax.Array = segments.matmul(hidden, params["w_down"])
     return product
 
@@ -353,3 +349,24 @@ def _apply(
     bias = segments.spread(params["b_down"], weights)
     out = segments.map(jnp.add, out, bias)
   return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hidden:
+  """Maps blocks of the products x @ w to hidden rows.
+
+  The operands are the products, then optionally their biases, and weights.
+  """
+
+  experts: Experts
+  num_products: int
+  has_biases: bool
+
+  def __call__(self, *operands: jax.Array) -> jax.Array:
+    n = self.num_products
+    products, others = [*operands[:n]], [*operands[n:]]
+    if self.has_biases:
+      products = [*map(jnp.add, products, others[:n])]
+      others = others[n:]
+    hidden = self.experts.hidden(*products)
+    return weighted(hidden, *others) if others else hidden

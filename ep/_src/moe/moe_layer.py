@@ -124,7 +124,8 @@ def moe_layer(
     w_gate: like `w_up`, or None.
     activation: an elementwise function, hashable and without mutable state,
       because it is a key of compiled programs. If it closes over traced values,
-      such as a learned slope, no program is cached.
+      such as a learned slope, no program is cached, and the activation is
+      computed for all rows of the capacity.
     experts: a function of `ep.moe.Segments`, a rank's `params` and the received
       rows [C, H], which returns the experts' outputs [C, H]. Without `jax.jit`,
       each call compiles. With `overflow="chunk"`, the function must not close

@@ -123,8 +123,9 @@ def library(backend: str) -> ctypes.CDLL:
     of_op = {"execute": jax.ffi.pycapsule(getattr(lib, op))}
     jax.ffi.register_ffi_target(op, stages | of_op, platform=platform)
   if backend == "host":
-    handler = jax.ffi.pycapsule(lib.ep_grouped_matmul)
-    jax.ffi.register_ffi_target("ep_grouped_matmul", handler, platform=platform)
+    for name in ("ep_unwritten", "ep_retyped", "ep_grouped_matmul"):
+      handler = jax.ffi.pycapsule(getattr(lib, name))
+      jax.ffi.register_ffi_target(name, handler, platform=platform)
   return lib
 
 
