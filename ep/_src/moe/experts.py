@@ -149,15 +149,9 @@ Network = Callable[[Segments, Any, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-  """The network of an expert, a function of a row x.
+  """The network of an expert, whose formula `ep.MoE.__call__` has.
 
-  The hidden activations h are, with gates and without gates,
-
-      activation(x @ w_gate + b_gate) * up_activation(x @ w_up + b_up)
-      activation(x @ w_up + b_up)
-
-  and the expert's output is h @ w_down + b_down. An expert has gates and biases
-  if its parameters do.
+  An expert has gates and biases if its parameters do.
 
   Attributes:
     activation: elementwise.
