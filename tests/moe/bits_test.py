@@ -21,7 +21,6 @@ import pytest
 
 from conftest import assert_shards_equal, make_mesh, to_global
 import ep
-from ep._src.native import ffi
 from groups import (
   BACKEND,
   E,
@@ -115,19 +114,12 @@ def train(layout, view, dtype, compiler_options):
 
 
 @not_on_gpus
-@pytest.mark.parametrize(
-  "is_native", [True, pytest.param(False, marks=of_one_process)]
-)
-def test_training_has_the_same_bits_on_meshes_and_in_views(
-  is_native, monkeypatch
-):
+def test_training_has_the_same_bits_on_meshes_and_in_views():
   """One process optimizes programs; several multiply in bfloat16.
 
-  Tests the grouped matmul of the native library, and of XLA. On another mesh, a
-  row has another position, and its segment is beside other segments.
+  On another mesh, a row has another position, and its segment is beside other
+  segments.
   """
-  if not is_native:
-    monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
   one = jax.process_count() == 1
   dtype, options = (
     (jnp.float32, quick_compiler.OPTIMIZED)
