@@ -43,28 +43,11 @@ class HostBackend(Backend):
         ffi.library("host")
         nonlocal listener
         listener = stack.enter_context(sockets.Listener())
-        return dict(
-          host=[
-            processes.boot_id(),
-            processes.namespace("net"),  # the scope of abstract addresses
-            processes.namespace("user"),
-            os.geteuid(),
-          ],
-          address=listener.address,
-          pid=os.getpid(),
-          namespace=processes.namespace(),
-        )
+        return _introduction(listener)
 
       answers = join(group, introduce)
       me = jax.process_index()
-      for process, answer in answers.items():
-        if answer["host"] != answers[me]["host"]:
-          raise CannotServe(
-            f"ep_bootstrap: processes {me} and {process} run on different"
-            " hosts, in different containers or as different users, but"
-            ' backend="host" shares memory; run all processes of a mesh on one'
-            ' host, as one user, or use backend="xla".'
-          )
+      _check_one_host(answers, me)
       members = list(answers)
       mine = members.index(me)
       pids = [  # 0 in another pid namespace
@@ -106,3 +89,30 @@ class HostBackend(Backend):
         exit_after_s=group.exit_after_s,
       )
     return NativeConnection(group)
+
+
+def _introduction(listener: sockets.Listener) -> dict[str, Any]:
+  """Returns what the other processes must know of this one."""
+  return dict(
+    host=[
+      processes.boot_id(),
+      processes.namespace("net"),  # the scope of abstract addresses
+      processes.namespace("user"),
+      os.geteuid(),
+    ],
+    address=listener.address,
+    pid=os.getpid(),
+    namespace=processes.namespace(),
+  )
+
+
+def _check_one_host(answers: dict[int, dict[str, Any]], me: int) -> None:
+  """Raises unless all processes share memory with this one."""
+  for process, answer in answers.items():
+    if answer["host"] != answers[me]["host"]:
+      raise CannotServe(
+        f"ep_bootstrap: processes {me} and {process} run on different"
+        " hosts, in different containers or as different users, but"
+        ' backend="host" shares memory; run all processes of a mesh on one'
+        ' host, as one user, or use backend="xla".'
+      )
