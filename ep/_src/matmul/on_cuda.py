@@ -29,7 +29,7 @@ _logger = logging.getLogger("ep")
 
 _SHORT = (jnp.bfloat16, jnp.float16)
 _HOPPER = "9.0"
-# What Hopper runs by default.
+# Hopper GPUs run these kernels by default.
 KERNELS = (
   "ragged_dot_mgpu of JAX; the loop over tiles for float32 rows, and gradients"
   " of float32 matrices"
