@@ -121,6 +121,20 @@ def test_conformance(case):
   case.check()
 
 
+def test_tiles_add_gradients_in_float32():
+  """A sum of whole numbers over several tiles is rounded once, at the end."""
+  rng = np.random.default_rng(0)
+  rows, g = (rng.integers(0, 4, (700, n)).astype(float) for n in (8, 16))
+  x, ct = (jnp.asarray(a, jnp.bfloat16) for a in (rows, g))
+
+  def multiply(matrices):
+    sizes = np.int32([len(rows)])
+    return gm.grouped_matmul(x, matrices, sizes, implementation="tiles")
+
+  (grad,) = jax.vjp(multiply, jnp.zeros((1, 8, 16), jnp.bfloat16))[1](ct)
+  np.testing.assert_array_equal(grad[0], (rows.T @ g).astype(jnp.bfloat16))
+
+
 def _matmul(rows, matrices):
   out = np.zeros((rows.shape[0], matrices.shape[2]))
   for matrix, slab in zip(matrices, SLABS, strict=True):
