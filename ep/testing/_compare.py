@@ -15,6 +15,10 @@ from ep.testing import _numbers
 Where = Callable[[tuple[int, ...]], str]
 
 
+def at_index(at: tuple[int, ...]) -> str:
+  return f"index {at}"
+
+
 class Expected(NamedTuple):
   """An expected array, and the unit in which errors are measured.
 
@@ -22,15 +26,14 @@ class Expected(NamedTuple):
     value: the array, in the dtype of the result.
     unit: returns the unit of a `Tolerance`, for each value or for all.
     where: returns a description of an index, for error messages.
-    least_limit: error in units that is always allowed, because the contract
-      does not specify the order of a sum.
+    limit: largest allowed error in units; 0 demands equal bits.
     source: names the oracle in an error message.
   """
 
   value: np.ndarray
   unit: Callable[[], np.ndarray | float]
   where: Where
-  least_limit: float = 0
+  limit: float = 0
   source: str = "the oracle"
 
 
@@ -39,20 +42,17 @@ def compare(
   got: np.ndarray,
   expected: Expected,
   *,
-  limit: float = 0,
   only: np.ndarray | None = None,
   nan_bits: bool = False,
 ) -> float:
-  """Returns the largest error in units; raises `AssertionError` above `limit`.
+  """Returns the largest error in units; fails above the limit.
 
   Args:
     what: names the array in an error message.
-    limit: largest allowed error in units, or `expected.least_limit` if that is
-      larger; 0 demands equal bits.
     only: a mask of the values to compare, along the leading axes.
     nan_bits: whether NaNs also must have the expected bits.
   """
-  want, limit = expected.value, max(limit, expected.least_limit)
+  want, limit = expected.value, expected.limit
   if got.shape != want.shape or got.dtype != want.dtype:
     raise AssertionError(
       f"{what}: {got.dtype}{list(got.shape)}, but {want.dtype}"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ep.testing._compare import Expected, Where
+from ep.testing._compare import at_index, Expected, Where
 from ep.testing._declarations import Layer, Setting
 from ep.testing._trial import derivatives, Oracle, Trial
 
@@ -42,7 +42,7 @@ class LayerTrial(Trial):
       self.dense_pushforward,
       self.dense_second_pullback,
     ) = map(in_float64, (expected, *derivatives(expected)))
-    super().__init__(setting, function)
+    super().__init__(layer, setting, function)
 
   def oracle(self, topk_idx: np.ndarray) -> DenseOracle:
     return DenseOracle(self, topk_idx)
@@ -54,7 +54,7 @@ class DenseOracle(Oracle):
   numbers = ("normal",)
 
   def __init__(self, trial: LayerTrial, topk_idx: np.ndarray):
-    super().__init__(trial.setting, topk_idx)
+    super().__init__(trial.subject, trial.setting, topk_idx)
     self._trial = trial
 
   def inputs(
@@ -72,7 +72,7 @@ class DenseOracle(Oracle):
 
   def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
     grads, _ = self._trial.dense_pullback(self.route, inputs, g)
-    return self._by_name(grads)
+    return self._gradients(inputs, grads)
 
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
     tangent, _ = self._trial.dense_pushforward(self.route, inputs, tangents)
@@ -84,22 +84,15 @@ class DenseOracle(Oracle):
     grads, g_g = self._trial.dense_second_pullback(
       self.route, inputs, g, cotangents
     )
-    return self._by_name(grads) | {"g": self._tokens(g_g)}
+    return self._gradients(inputs, grads) | {"g": self._tokens(g_g)}
 
-  def _by_name(self, grads: Any) -> dict[str, Expected]:
-    tokens, weights, params = grads
-    expected = {
-      "tokens": self._tokens(tokens),
-      "weights": self._expected(weights, np.float32, self._where_choice),
+  def _gradients(self, inputs: Any, grads: Any) -> dict[str, Expected]:
+    given = self.by_name(inputs)
+    where = {"tokens": self._where_token, "weights": self._where_choice}
+    return {
+      name: self._expected(x, given[name].dtype, where.get(name, at_index))
+      for name, x in self.by_name(grads).items()
     }
-    leaves, _ = jax.tree.flatten_with_path(params)
-    given = jax.tree.leaves(self._trial.params)
-    for (path, leaf), like in zip(leaves, given, strict=True):
-      name = "params" + jax.tree_util.keystr(path)
-      expected[name] = self._expected(
-        leaf, like.dtype, lambda at: f"index {at}"
-      )
-    return expected
 
   def _tokens(self, x: jax.Array) -> Expected:
     return self._expected(x, self._setting.dtype, self._where_token)
@@ -110,7 +103,8 @@ class DenseOracle(Oracle):
     x = np.asarray(of)
     eps = float(jnp.finfo(self._setting.dtype).eps)
     unit = eps * abs(x).max(initial=0)
-    return Expected(x.astype(dtype), lambda: unit, where)
+    limit = self._subject.tolerance.limit(self._setting)
+    return Expected(x.astype(dtype), lambda: unit, where, limit)
 
 
 def dense(

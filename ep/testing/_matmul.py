@@ -24,42 +24,36 @@ class MatmulTrial(Trial):
   """A grouped matmul for one setting; G is never F, so faults cannot hide."""
 
   def __init__(self, subject: GroupedMatmul, setting: Setting):
-    self._subject = subject
-    self._dtype = np.dtype(subject.result_dtype or setting.dtype)
+    self.dtype = np.dtype(subject.result_dtype or setting.dtype)
     of_c, of_f, of_g = subject.multiples
     c, f = _up(setting.capacity, of_c), _up(setting.hidden, of_f)
     g = _up(f + 1, of_g)
-    self._sizes = c, f, g
+    self.sizes = c, f, g
+    self._is_zero = subject.tail == "zero"
 
     def function(route: Any, inputs: Any) -> tuple[jax.Array, tuple[()]]:
       (group_sizes,), (rows, matrices) = route, inputs
-      out = subject.matmul(rows, matrices, group_sizes)
-      if (out.shape, out.dtype) != ((c, g), self._dtype):
-        raise AssertionError(
-          f"matmul returned {out.dtype}{list(out.shape)}; it has to return"
-          f" {self._dtype}{[c, g]}."
-        )
-      return out, ()
+      return subject.matmul(rows, matrices, group_sizes), ()
 
-    super().__init__(setting, function)
+    super().__init__(subject, setting, function)
 
   def _program(self, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the program for `fn`, with zeros in rows that are unspecified."""
 
     def specified(route: Any, *args: Any) -> Any:
-      used = (jnp.arange(self._sizes[0]) < route[0].sum())[:, None]
+      used = (jnp.arange(self.sizes[0]) < route[0].sum())[:, None]
       return jax.tree.map(
         lambda x: jnp.where(used, x, 0) if x.ndim == 2 else x, fn(route, *args)
       )
 
-    return fn if self._subject.tail == "zero" else specified
+    return fn if self._is_zero else specified
 
   def oracle(self, topk_idx: np.ndarray) -> MatmulOracle:
     counts = np.bincount(
       topk_idx[topk_idx >= 0], minlength=self.setting.num_experts
     )
     group_sizes = _up(counts, self.setting.alignment)
-    return MatmulOracle(self.setting, self._sizes, self._dtype, group_sizes)
+    return MatmulOracle(self, group_sizes)
 
 
 class MatmulOracle(Oracle):
@@ -71,20 +65,17 @@ class MatmulOracle(Oracle):
   numbers = ("whole", "normal")
   result = "the product"
 
-  def __init__(
-    self,
-    setting: Setting,
-    sizes: tuple[int, ...],
-    dtype: np.dtype,
-    group_sizes: np.ndarray,
-  ):
-    super().__init__(setting, group_sizes.astype(np.int32))
-    self._sizes, self._dtype = sizes, dtype
+  def __init__(self, trial: MatmulTrial, group_sizes: np.ndarray):
+    route = group_sizes.astype(np.int32)
+    super().__init__(trial.subject, trial.setting, route)
+    self._sizes, self._dtype = trial.sizes, trial.dtype
     ends = np.cumsum(group_sizes)
     self._groups = [*map(slice, ends - group_sizes, ends)]
-    self._group = (np.arange(sizes[0])[:, None] >= ends).sum(1)  # of each row
+    self._group = (np.arange(trial.sizes[0])[:, None] >= ends).sum(
+      1
+    )  # of each row
     # Rows, and matrices, that are NaN.
-    self._nan_rows = np.zeros(sizes[0], bool)
+    self._nan_rows = np.zeros(trial.sizes[0], bool)
     self._nan_matrices = np.zeros(len(group_sizes), bool)
 
   def poisoned(self) -> MatmulOracle:
@@ -181,17 +172,10 @@ class MatmulOracle(Oracle):
     longest = max(
       x.shape[1] if y.ndim == 3 else self.route[0].max() for _, x, y in terms
     )
-    is_whole = all(
-      (np.isnan(x) | (np.trunc(x.astype(float)) == x)).all()
-      for _, *pair in terms
-      for x in pair
-    )
-    return Expected(
-      value,
-      lambda: eps * total(np.abs),
-      self._where,
-      len(terms) - 1 + (not is_whole) * longest**0.5 * float32_eps / eps,
-    )
+    more = len(terms) - 1
+    least = more + longest**0.5 * float32_eps / eps
+    limit = max(more, self._limit([x[1:] for x in terms], least=least))
+    return Expected(value, lambda: eps * total(np.abs), self._where, limit)
 
   def _where(self, at: tuple[int, ...]) -> str:
     if len(at) == 3:

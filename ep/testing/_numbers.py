@@ -41,6 +41,11 @@ def special_values(dtype: np.dtype) -> np.ndarray:
   return np.array(patterns, f"u{dtype.itemsize}").view(dtype)
 
 
+def are_whole(x: np.ndarray) -> bool:
+  """Returns whether all numbers are whole, NaN or infinite."""
+  return bool((np.isnan(x) | (np.trunc(x.astype(float)) == x)).all())
+
+
 def bits(x: np.ndarray) -> np.ndarray:
   """Returns a view of the elements as unsigned integers of their size."""
   return x.view(f"u{x.dtype.itemsize}")

@@ -23,7 +23,7 @@ class Case:
 
   id: str
   _rule: Rule
-  _bench: Bench[Any]
+  _bench: Bench
   _variant: Variant
 
   def check(self) -> float:
@@ -37,7 +37,7 @@ class Case:
         expert, the row and both values.
     """
     try:
-      return self._rule.check(self._bench, self._variant)
+      return self._rule.check(*self._bench.begin(self._variant)) or 0.0
     except Exception as error:
       error.add_note(f"Repeat this with seed={self._variant.seed}.")
       raise
@@ -49,7 +49,6 @@ class Line:
 
   Attributes:
     rule: the name of the rule.
-    sentence: the requirement.
     cases: number of cases that ran.
     worst: the largest error of these cases, in units of a `Tolerance`.
     failures: error messages by the id of the failed case.
@@ -57,7 +56,6 @@ class Line:
   """
 
   rule: str
-  sentence: str
   cases: int = 0
   worst: float = 0.0
   failures: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -101,28 +99,20 @@ class Report:
       cases = line.cases or ""
       lines.append(f"{line.rule:<16}{cases:>6}{worst:>7}  {line.result}")
     for line in self.lines:
+      sentence = f"  {RULES[line.rule].check.__doc__}"
       for id, failure in line.failures.items():
-        lines += ["", id, f"  {line.sentence}", textwrap.indent(failure, "  ")]
+        lines += ["", id, sentence, textwrap.indent(failure, "  ")]
     return "\n".join(lines)
 
 
 def _plan(
   subject: Subject, rules: Collection[str] | None, seed: int
-) -> Iterator[tuple[Rule, list[Case], str]]:
-  """Yields each rule with its cases, or with the reason why it has none."""
+) -> Iterator[tuple[str, list[Case], str]]:
+  """Yields each rule's name, cases, and the reason if there are none."""
   if not isinstance(subject, Subject):
     raise TypeError(
       f"ep.testing: subject={subject!r} has to be an ep.testing.Transport,"
       " ep.testing.Layer or ep.testing.GroupedMatmul."
-    )
-  if isinstance(rules, str) or not isinstance(rules, Collection | None):
-    raise TypeError(
-      f"ep.testing: rules={rules!r} has to be a list of names, as in"
-      ' rules=["output"], or None.'
-    )
-  if not isinstance(seed, int) or seed < 0:
-    raise TypeError(
-      f"ep.testing: seed={seed!r} has to be a whole number from 0 on."
     )
   if unknown := set(rules or ()) - RULES.keys():
     raise ValueError(
@@ -130,15 +120,15 @@ def _plan(
       f" are {', '.join(RULES)}."
     )
   bench = Bench(subject)
-  for rule in (RULES[name] for name in (RULES if rules is None else rules)):
+  for name in RULES if rules is None else rules:
+    rule = RULES[name]
     cases, why_not = [], rule.left_out(subject)
     if not why_not:
       for variant in rule.variants(subject, seed):
-        id = f"{rule.name}-{variant}"
-        cases.append(Case(id, rule, bench, variant))
+        cases.append(Case(f"{name}-{variant}", rule, bench, variant))
       if not cases:
         why_not = "not run: it needs several devices in one process"
-    yield rule, cases, why_not
+    yield name, cases, why_not
 
 
 def cases(
@@ -167,25 +157,17 @@ def cases(
     A `pytest.param` for each `Case`.
 
   Raises:
-    TypeError: an argument has a wrong type.
+    TypeError: `subject` has a wrong type.
     ValueError: there is no such rule, or the tolerance is too large.
-    ModuleNotFoundError: pytest is not installed.
   """
-  try:
-    import pytest  # optional
-  except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-      "ep.testing.cases returns parameters of pytest, which is not installed;"
-      " run `pip install pytest`, or call ep.testing.check, which does not need"
-      " it."
-    ) from error
+  import pytest  # optional
 
   params = []
-  for rule, some, why_not in _plan(subject, rules, seed):
+  for name, some, why_not in _plan(subject, rules, seed):
     params += [pytest.param(case, id=case.id) for case in some]
     if why_not:
       skipped = pytest.mark.skip(reason=why_not)
-      params.append(pytest.param(None, id=rule.name, marks=skipped))
+      params.append(pytest.param(None, id=name, marks=skipped))
   return params
 
 
@@ -201,17 +183,8 @@ def check(
       print(report)
       assert report.passed
 
-  Collective over all processes of a job.
-
-  Args:
-    subject: the transport, layer or grouped matmul under test.
-    rules: names of rules; None takes all.
-    seed: the seed of sizes, routings and numbers. It must be equal on every
-      process of a job.
-
-  Raises:
-    TypeError: an argument has a wrong type.
-    ValueError: there is no such rule, or the tolerance is too large.
+  Collective over all processes of a job. Takes the arguments of `cases`, and
+  raises the same errors.
   """
   return Report(
     getattr(subject, "name", ""),
@@ -220,7 +193,7 @@ def check(
   )
 
 
-def _line(rule: Rule, cases: Sequence[Case], why_not: str) -> Line:
+def _line(rule: str, cases: Sequence[Case], why_not: str) -> Line:
   worst, failures = 0.0, {}
   for case in cases:
     try:
@@ -229,4 +202,4 @@ def _line(rule: Rule, cases: Sequence[Case], why_not: str) -> Line:
       failures[case.id] = str(error)
     except Exception as error:  # an error of the object under test
       failures[case.id] = f"{type(error).__name__}: {error}"
-  return Line(rule.name, rule.sentence, len(cases), worst, failures, why_not)
+  return Line(rule, len(cases), worst, failures, why_not)

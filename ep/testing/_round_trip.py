@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,6 @@ from ep.testing import _numbers
 from ep.testing._compare import Expected, Where
 from ep.testing._declarations import Received, Setting, Transport
 from ep.testing._trial import Oracle, Trial
-
-
-class Rows(NamedTuple):
-  """All received rows `[P * C, H]`, weights `[P * C]` and sizes `[P * L]`.
-
-  `scales` is `[P * C, S]`, if scales were sent. `counts` are further results of
-  a dispatch, by name.
-  """
-
-  rows: Any
-  weights: Any
-  group_sizes: Any
-  scales: Any = None
-  counts: Any = None
 
 
 class RoundTrip(Trial):
@@ -60,23 +46,23 @@ class RoundTrip(Trial):
 
     def of_rank(
       *calls: Any, scales: Sequence[int] = (1,)
-    ) -> list[tuple[Any, Rows]]:
+    ) -> list[tuple[Any, Received]]:
       # Run every dispatch before the first combine, for `interleaved`.
       received = [
         checked(dispatch(tokens, topk_idx, weights), tokens.dtype)
         for (topk_idx, _), (tokens, weights) in calls
       ]
       return [
-        (combine(*outputs(x, scale * factor)), _rows(x))
+        (combine(*outputs(x, scale * factor)), x._replace(state=()))
         for scale in scales
         for ((_, factor), _), x in zip(calls, received, strict=True)
       ]
 
     def with_scales(
       topk_idx: Any, tokens: Any, weights: Any, scales: Any
-    ) -> Rows:
+    ) -> Received:
       received = dispatch(tokens, topk_idx, weights, scales)
-      return _rows(checked(received, tokens.dtype, scales))
+      return checked(received, tokens.dtype)._replace(state=())
 
     ranks = PartitionSpec("ep")
 
@@ -95,7 +81,7 @@ class RoundTrip(Trial):
     self._interleaved = jax.jit(on_ranks(again))
     self._with_scales = jax.jit(on_ranks(with_scales))
     function = on_ranks(of_rank)
-    super().__init__(setting, lambda *call: function(call)[0])
+    super().__init__(transport, setting, lambda *call: function(call)[0])
 
   def interleaved(
     self, *calls: tuple[RoundTripOracle, Any]
@@ -109,12 +95,11 @@ class RoundTrip(Trial):
     results: list[tuple[Any, Any]] = self.finish(self._interleaved(*placed))
     return results
 
-  def with_scales(self, oracle: RoundTripOracle, inputs: Any) -> Rows:
+  def with_scales(self, oracle: RoundTripOracle, inputs: Any) -> Received:
     """Returns the received rows, weights and scales."""
-    (topk_idx, _), (*inputs, scales) = oracle.route, inputs
-    topk_idx, inputs, scales = self._place(topk_idx, tuple(inputs), scales)
-    rows: Rows = self.finish(self._with_scales(topk_idx, *inputs, scales))
-    return rows
+    placed = self._place(oracle.route[0], *inputs)
+    received: Received = self.finish(self._with_scales(*placed))
+    return received
 
   def oracle(self, topk_idx: np.ndarray) -> RoundTripOracle:
     setting = self.setting
@@ -154,7 +139,10 @@ class RoundTripOracle(Oracle):
     ids = np.arange(setting.ep_size)[:, None] * setting.num_local_experts
     self._factor = (1 + (ids + self.expert) % 2).astype(np.float32)
     super().__init__(
-      setting, topk_idx.reshape(-1, setting.top_k), self._factor.reshape(-1)
+      transport,
+      setting,
+      topk_idx.reshape(-1, setting.top_k),
+      self._factor.reshape(-1),
     )
 
   @property
@@ -179,9 +167,14 @@ class RoundTripOracle(Oracle):
     other.route = topk_idx, np.where(self.holds_token, factor, nan)
     return other
 
-  def observed(self, rows: np.ndarray, tokens: np.ndarray) -> RoundTripOracle:
-    """Returns an oracle that expects segments in the order of `rows`."""
-    setting = self._setting
+  def observed(self, received: Any, inputs: Any) -> RoundTripOracle:
+    if self._transport.order != "any":
+      return self
+    setting, (tokens, _, *scales) = self._setting, inputs
+    rows = received.rows
+    if scales:  # rows are equal only with their scales
+      rows = _side_by_side(rows, received.scales)
+      tokens = _side_by_side(tokens, *scales)
     tokens = self._by_rank(tokens)
     rows = rows.reshape(*self.expert.shape, -1)
     rank, slot = (np.full_like(self._routing.rank, -1) for _ in range(2))
@@ -263,37 +256,24 @@ class RoundTripOracle(Oracle):
     rows = any_bits(tokens.shape[1], row_dtype)
     return rows, weights, any_bits(8 + tokens.shape[1] % 5, scale_dtype)
 
-  def received(self, inputs: Any) -> Rows:
-    """Returns the arrays that all ranks receive, each as an `Expected`."""
+  def received(self, inputs: Any) -> dict[str, Expected]:
+    """Returns the arrays that all ranks receive, by name."""
     tokens, weights, *scales = inputs
     rows, row_weights = self._dispatch((tokens, weights))
-    row_scales = [
-      self._exactly(self._dispatch((x, weights))[0], self._where_row)
-      for x in scales
-    ]
-    return Rows(
-      self._exactly(rows, self._where_row),
-      self._exactly(row_weights, self._where_row),
-      self._exactly(self._routing.group_sizes, self._where_expert),
-      row_scales[0] if row_scales else None,
-      self._counts(),
-    )
-
-  def _counts(self) -> dict[str, Expected]:
-    def of_rank(at: tuple[int, ...]) -> str:
-      return f"rank {at[0]}"
-
-    where = dict(
+    arrays = dict(rows=rows, weights=row_weights)
+    if scales:
+      arrays["scales"], _ = self._dispatch((*scales, weights))
+    expected = {x: self._exactly(arrays[x], self._where_row) for x in arrays}
+    for name, where in dict(
+      group_sizes=self._where_expert,
       token_counts=self._where_expert,
       dropped_counts=self._where_expert,
-      total_recv_tokens=of_rank,
-      max_recv_tokens=of_rank,
+      total_recv_tokens=lambda at: f"rank {at[0]}",
+      max_recv_tokens=lambda at: f"rank {at[0]}",
       kept=self._where_choice,
-    )
-    return {
-      name: self._exactly(getattr(self._routing, name), how)
-      for name, how in where.items()
-    }
+    ).items():
+      expected[name] = self._exactly(getattr(self._routing, name), where)
+    return expected
 
   def output(self, inputs: Any) -> Expected:
     return self._sums(self._output, inputs)[0]
@@ -305,14 +285,9 @@ class RoundTripOracle(Oracle):
     does not specify. The sum is exact for whole numbers.
     """
     tokens, weights = self._sums(self._pullback, *inputs, g)
-    whole = (np.trunc(g.astype(float)) == g).all()
-    return {
-      "tokens": tokens,
-      "weights": weights._replace(
-        where=self._where_choice,
-        least_limit=0 if whole else self._setting.hidden,
-      ),
-    }
+    limit = self._limit(inputs, g, least=self._setting.hidden)
+    weights = weights._replace(where=self._where_choice, limit=limit)
+    return {"tokens": tokens, "weights": weights}
 
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
     weighted = self._transport.weighted
@@ -385,8 +360,9 @@ class RoundTripOracle(Oracle):
       magnitude = _flat(magnitudes()[i])
       return float(jnp.finfo(magnitude.dtype).eps) * magnitude.astype(float)
 
+    limit = self._limit(args)
     return [
-      Expected(_flat(x), functools.partial(unit, i), self._where_token)
+      Expected(_flat(x), functools.partial(unit, i), self._where_token, limit)
       for i, x in enumerate(fn(*args))
     ]
 
@@ -412,51 +388,20 @@ class RoundTripOracle(Oracle):
 
 
 def _checked(
-  setting: Setting,
-  ranks: int,
-  received: Any,
-  dtype: np.dtype,
-  scales: jax.Array | None = None,
+  setting: Setting, ranks: int, received: Received, of_rows: np.dtype
 ) -> Received:
-  """Checks the fields of the result of a dispatch, and returns it.
-
-  The arrays belong to `ranks` ranks.
-  """
-  if not isinstance(received, Received):
-    raise AssertionError(
-      f"dispatch returned a {type(received).__name__}; it has to return an"
-      " ep.testing.Received."
-    )
+  """Checks the arrays of `ranks` ranks, and returns them."""
   rows, experts = ranks * setting.capacity, ranks * setting.num_local_experts
-  int32 = np.dtype("int32")
-  of_experts, of_ranks = ((experts,), int32), ((ranks,), int32)
-  shapes: dict[str, tuple[tuple[int, ...], Any]] = dict(
-    rows=((rows, setting.hidden), dtype),
-    weights=((rows,), np.dtype("float32")),
-    group_sizes=of_experts,
-  )
-  if scales is not None:
-    shapes["scales"] = (rows, scales.shape[1]), scales.dtype
-  counts = dict(
-    token_counts=of_experts,
-    dropped_counts=of_experts,
-    total_recv_tokens=of_ranks,
-    max_recv_tokens=of_ranks,
-    kept=((ranks * setting.tokens, setting.top_k), np.dtype(bool)),
-  )
-  if unknown := (received.counts or {}).keys() - counts.keys():
-    raise AssertionError(
-      f"dispatch returned counts of {', '.join(sorted(unknown))}; the names are"
-      f" {', '.join(counts)}."
-    )
-  shapes |= {name: counts[name] for name in received.counts or ()}
-  arrays = received._asdict() | (received.counts or {})
-  for name, (shape, dtype) in shapes.items():
-    x = arrays[name]
-    if jnp.shape(x) != shape or jnp.result_type(x) != dtype:
+  for name, shape, dtype in (
+    ("rows", (rows, setting.hidden), of_rows),
+    ("weights", (rows,), np.dtype("float32")),
+    ("group_sizes", (experts,), np.dtype("int32")),
+  ):
+    x = getattr(received, name)
+    if x.shape != shape or x.dtype != dtype:
       raise AssertionError(
-        f"dispatch returned {name} {jnp.result_type(x)}{list(jnp.shape(x))}; it"
-        f" has to return {dtype}{list(shape)}."
+        f"dispatch returned {name} {x.dtype}{list(x.shape)}; it has to return"
+        f" {dtype}{list(shape)}."
       )
   return received
 
@@ -469,8 +414,8 @@ def _sizes(setting: Setting) -> dict[str, int]:
   )
 
 
-def _rows(x: Received) -> Rows:
-  return Rows(x.rows, x.weights, x.group_sizes, x.scales, x.counts)
+def _side_by_side(*arrays: np.ndarray) -> np.ndarray:
+  return np.concatenate([x.view(np.uint8) for x in arrays], axis=1)
 
 
 def _flat(x: Array) -> np.ndarray:

@@ -9,6 +9,8 @@ import numpy as np
 
 _Rng = np.random.Generator
 _Shape = tuple[int, int]
+# Returns experts for a random generator, a shape [N, K], and E.
+Routing = Callable[[_Rng, _Shape, int], np.ndarray]
 
 
 def draw(
@@ -48,8 +50,7 @@ def _idle_rank(rng: _Rng, shape: _Shape, experts: int) -> np.ndarray:
   return np.where(quarter == 1, -1, _uniform(rng, shape, experts))
 
 
-# Each routing is a function of a random generator, a shape [N, K], and E.
-ROUTINGS: dict[str, Callable[[_Rng, _Shape, int], np.ndarray]] = {
+ROUTINGS: dict[str, Routing] = {
   "uniform": _uniform,
   "balanced": _balanced,
   "skewed": lambda rng, shape, E: draw(rng, shape, 2.0 ** -np.arange(E)),

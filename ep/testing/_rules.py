@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules, each of which tests one property of the object under test.
 
-A rule is a function of a `Bench` and a `Variant`, the sizes and the routing of
-a case. It returns the largest error in units of a `Tolerance`, or raises an
+A rule is a function of a `Trial`, an `Oracle` and a random generator. It
+returns the largest error in units of a `Tolerance`, or None for 0. It raises an
 `AssertionError` that names the rank, the expert, the row and both values. A
 report prints the rule's docstring.
 """
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import itertools
 import sys
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from ep._src.ops.quantizers import ROW_DTYPES, SCALE_DTYPES
-from ep.testing._compare import compare, Expected
+from ep.testing._compare import at_index, compare, Expected
 from ep.testing._declarations import (
   GroupedMatmul,
   Layer,
@@ -28,30 +28,40 @@ from ep.testing._declarations import (
   Transport,
 )
 from ep.testing._footprint import Footprint
-from ep.testing._round_trip import RoundTripOracle, Rows
-from ep.testing._routings import draw
+from ep.testing._routings import draw, ROUTINGS
 from ep.testing._trial import Oracle
-from ep.testing._variants import Bench, Draw, Variant
+from ep.testing._variants import Draw, Variant
+
+_Rng = np.random.Generator
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
   """One rule of the kit.
 
   Attributes:
-    sentence: the docstring of `check`.
+    check: the function of the rule.
     variants: returns the variants for a seed.
-    left_out: returns why the rule does not apply, or "".
+    of: the classes that the rule is for.
+    declared: the values that the rule needs; `...` is any but the default.
   """
 
-  name: str
-  sentence: str
-  check: Callable[[Bench[Any], Variant], float]
+  check: Callable[[Any, Any, _Rng], float | None]
   variants: Callable[[Any, int], Iterable[Variant]]
-  left_out: Callable[[Any], str]
+  of: Any
+  declared: dict[str, Any]
+
+  def left_out(self, subject: Subject) -> str:
+    """Returns why the rule does not apply, or ""."""
+    if not isinstance(subject, self.of):
+      return f"not for a {type(subject).__name__}"
+    for name, value in self.declared.items():
+      found, default = getattr(subject, name), getattr(type(subject), name)
+      if found == default if value is ... else found != value:
+        return f"not declared: {name}=" + f"{value!r}" * (value is not ...)
+    return ""
 
 
-_Check = TypeVar("_Check", bound=Callable[[Any, Variant], float])
+_Check = TypeVar("_Check", bound=Callable[[Any, Any, _Rng], float | None])
 RULES: dict[str, Rule] = {}
 
 
@@ -63,10 +73,11 @@ def _each_alignment(subject: Subject, seed: int) -> list[Variant]:
   """Returns for each alignment the variant with the smallest arrays."""
 
   def numbers(variant: Variant) -> int:
-    return variant.tokens * variant.hidden * variant.top_k
+    x = variant.setting
+    return x.tokens * x.hidden * x.top_k
 
   variants = sorted(_everywhere(subject, seed), key=numbers, reverse=True)
-  return [*{x.alignment: x for x in variants}.values()]
+  return [*{x.setting.alignment: x for x in variants}.values()]
 
 
 def _once(subject: Subject, seed: int) -> list[Variant]:
@@ -79,300 +90,235 @@ def _rule(
   of: Any = Subject,
   **declared: Any,
 ) -> Callable[[_Check], _Check]:
-  """Returns a decorator that adds a rule for the classes `of`.
-
-  The rule needs all values in `declared`; `...` is any value but the default.
-  """
-
-  def is_declared(subject: Subject, name: str, value: Any) -> bool:
-    found = getattr(subject, name)
-    if value is ...:
-      return bool(found != subject.__dataclass_fields__[name].default)
-    return bool(found == value)
-
-  def left_out(subject: Subject) -> str:
-    if not isinstance(subject, of):
-      return f"not for a {type(subject).__name__}"
-    if all(is_declared(subject, *item) for item in declared.items()):
-      return ""
-    words = (f"{k}=" + f"{v!r}" * (v is not ...) for k, v in declared.items())
-    return f"not declared: {' and '.join(words)}"
+  """Returns a decorator that adds a rule; see `Rule`."""
 
   def add(check: _Check) -> _Check:
-    name, sentence = check.__name__, check.__doc__ or ""
-    RULES[name] = Rule(name, sentence, check, variants, left_out)
+    RULES[check.__name__] = Rule(check, variants, of, declared)
     return check
 
   return add
 
 
-def _observed(
-  subject: Transport, oracle: Any, received: Any, inputs: Any
-) -> Any:
-  """Returns the oracle, with the order of the received rows if order="any"."""
-  if subject.order == "any":
-    return oracle.observed(received.rows, inputs[0])
-  return oracle
-
-
 def _receive(
-  bench: Bench[Transport], variant: Variant, numbers: str = "free"
-) -> tuple[Rows, Rows, RoundTripOracle]:
+  trial: Any, oracle: Any, rng: _Rng, numbers: str = "free"
+) -> tuple[Any, dict[str, Expected], Any]:
   """Returns the received rows, the expected rows, and the oracle."""
-  trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, numbers)
   _, got = trial.forward(oracle, inputs)
-  oracle = _observed(bench.subject, oracle, got, inputs)
+  oracle = oracle.observed(got, inputs)
   return got, oracle.received(inputs), oracle
 
 
-def _compare_sizes(got: Rows, want: Rows) -> float:
-  for name, count in (got.counts or {}).items():
-    compare(name, count, want.counts[name])
-  return compare("group_sizes", got.group_sizes, want.group_sizes)
+def _compare_sizes(got: Any, want: dict[str, Expected]) -> None:
+  sizes = {"group_sizes": got.group_sizes} | (got.counts or {})
+  for name, array in sizes.items():
+    compare(name, array, want[name])
 
 
-def _compare_rows(got: Rows, want: Rows, **options: Any) -> float:
-  compare("rows", got.rows, want.rows, **options)
-  return compare("weights", got.weights, want.weights, **options)
+def _compare_rows(got: Any, want: dict[str, Expected], **options: Any) -> None:
+  compare("rows", got.rows, want["rows"], **options)
+  compare("weights", got.weights, want["weights"], **options)
 
 
 @_rule(of=Transport)
-def sizes(bench: Bench[Any], variant: Variant) -> float:
+def sizes(trial: Any, oracle: Any, rng: _Rng) -> None:
   """Each expert segment has a row for each choice, and padding."""
-  got, want, _ = _receive(bench, variant)
-  return _compare_sizes(got, want)
+  got, want, _ = _receive(trial, oracle, rng)
+  _compare_sizes(got, want)
 
 
 @_rule(of=Transport)
-def rows(bench: Bench[Any], variant: Variant) -> float:
+def rows(trial: Any, oracle: Any, rng: _Rng) -> None:
   """Each row equals its token bit for bit, in the declared order."""
-  got, want, oracle = _receive(bench, variant)
-  return compare("rows", got.rows, want.rows, only=oracle.holds_token)
+  got, want, oracle = _receive(trial, oracle, rng)
+  compare("rows", got.rows, want["rows"], only=oracle.holds_token)
 
 
 @_rule(of=Transport)
-def weights(bench: Bench[Any], variant: Variant) -> float:
+def weights(trial: Any, oracle: Any, rng: _Rng) -> None:
   """Each row has the float32 weight of its choice, for tokens of any dtype."""
-  got, want, oracle = _receive(bench, variant)
-  return compare("weights", got.weights, want.weights, only=oracle.holds_token)
+  got, want, oracle = _receive(trial, oracle, rng)
+  compare("weights", got.weights, want["weights"], only=oracle.holds_token)
 
 
 def _aligned(transport: Transport, seed: int) -> list[Variant]:
-  return [x for x in _everywhere(transport, seed) if x.alignment > 1]
+  variants = _everywhere(transport, seed)
+  return [x for x in variants if x.setting.alignment > 1]
 
 
 @_rule(_aligned, of=Transport, alignments=...)
-def padding(bench: Bench[Any], variant: Variant) -> float:
+def padding(trial: Any, oracle: Any, rng: _Rng) -> None:
   """Segments are padded to the alignment by rows and weights of zero."""
-  got, want, oracle = _receive(bench, variant)
+  got, want, oracle = _receive(trial, oracle, rng)
   _compare_sizes(got, want)
-  return _compare_rows(got, want, only=~oracle.in_tail)
+  _compare_rows(got, want, only=~oracle.in_tail)
 
 
 @_rule(of=Transport, tail="zero")
-def tail(bench: Bench[Any], variant: Variant) -> float:
+def tail(trial: Any, oracle: Any, rng: _Rng) -> None:
   """Rows and weights after the last segment are zero."""
-  got, want, oracle = _receive(bench, variant)
-  return _compare_rows(got, want, only=oracle.in_tail)
-
-
-def _side_by_side(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
-  return np.concatenate([x.view(np.uint8) for x in (rows, scales)], axis=1)
+  got, want, oracle = _receive(trial, oracle, rng)
+  _compare_rows(got, want, only=oracle.in_tail)
 
 
 @_rule(of=Transport, scales=True)
-def scales(bench: Bench[Transport], variant: Variant) -> float:
+def scales(trial: Any, oracle: Any, rng: _Rng) -> None:
   """fp8 and int8 rows keep their bits and scales; padding has zeros."""
-  trial, oracle, rng = bench.begin(variant)
   for dtypes in zip(ROW_DTYPES, itertools.cycle(SCALE_DTYPES)):
-    inputs = rows, _, scales = oracle.scaled_inputs(rng, *dtypes)
+    inputs = oracle.scaled_inputs(rng, *dtypes)
     got = trial.with_scales(oracle, inputs)
-    of_dtypes = oracle
-    if bench.subject.order == "any":
-      both = _side_by_side(got.rows, got.scales), _side_by_side(rows, scales)
-      of_dtypes = oracle.observed(*both)
-    want = of_dtypes.received(inputs)
-    written = np.ones_like(oracle.in_tail)
-    if bench.subject.tail != "zero":
-      written = ~oracle.in_tail
+    want = oracle.observed(got, inputs).received(inputs)
+    is_zero = trial.subject.tail == "zero"
+    options = dict(only=is_zero | ~oracle.in_tail, nan_bits=True)
     _compare_sizes(got, want)
-    _compare_rows(got, want, only=written, nan_bits=True)
-    compare("scales", got.scales, want.scales, only=written, nan_bits=True)
-  return 0.0
+    _compare_rows(got, want, **options)
+    compare("scales", got.scales, want["scales"], **options)
 
 
 @_rule(of=Transport, special_values=True)
-def special_values(bench: Bench[Any], variant: Variant) -> float:
+def special_values(trial: Any, oracle: Any, rng: _Rng) -> float:
   """NaNs, infinities, denormal numbers and -0 are sent and summed right."""
-  got, want, oracle = _receive(bench, variant, "special")
-  _compare_rows(got, want, only=oracle.holds_token, nan_bits=True)
-  begun, numbers = bench.begin(variant), ["special tokens"]
+  got, want, observed = _receive(trial, oracle, rng, "special")
+  _compare_rows(got, want, only=observed.holds_token, nan_bits=True)
+  numbers = ["special tokens"]
   with np.errstate(all="ignore"):
-    worst = _check_output(bench, *begun, numbers)
-    if bench.subject.gradients:
-      names = ["tokens"]
-      worst = max(worst, _check_pullback(bench, *begun, numbers, names))
+    worst = _check_output(trial, oracle, rng, numbers)
+    if trial.subject.gradients:
+      gradients = _check_pullback(trial, oracle, rng, numbers, ["tokens"])
+      worst = max(worst, gradients)
   return worst
 
 
-def _worst(
-  check: Callable[[str, float], float], bench: Any, trial: Any, kinds: Any
-) -> float:
-  """Returns the largest error of `check(numbers, limit)` over input kinds."""
-  return max(check(x, bench.limit(trial.setting, x)) for x in kinds)
-
-
 def _check_output(
-  bench: Bench[Any],
-  trial: Any,
-  oracle: Any,
-  rng: np.random.Generator,
-  kinds: Sequence[str] = (),
+  trial: Any, oracle: Any, rng: _Rng, kinds: Sequence[str] = ()
 ) -> float:
-  def check(numbers: str, limit: float) -> float:
+  """Checks results for kinds of inputs; returns the largest error."""
+  worst = 0.0
+  for numbers in kinds or oracle.numbers:
     inputs = oracle.inputs(rng, numbers)
     planned = oracle.planned(inputs)
     got, _ = trial.forward(planned, inputs)
-    return compare(oracle.result, got, planned.output(inputs), limit=limit)
-
-  return _worst(check, bench, trial, kinds or oracle.numbers)
+    worst = max(worst, compare(oracle.result, got, planned.output(inputs)))
+  return worst
 
 
 @_rule()
-def output(bench: Bench[Any], variant: Variant) -> float:
+def output(trial: Any, oracle: Any, rng: _Rng) -> float:
   """Each token gets the sum of its experts' outputs; each row, its product."""
-  trial, oracle, rng = bench.begin(variant)
   kinds = oracle.numbers
-  if getattr(bench.subject, "weighted", False):
+  if getattr(trial.subject, "weighted", False):
     kinds += ("free",)  # whose products round
-  return _check_output(bench, trial, oracle, rng, kinds)
+  return _check_output(trial, oracle, rng, kinds)
 
 
 @_rule(of=Transport | GroupedMatmul)
-def unread(bench: Bench[Any], variant: Variant) -> float:
+def unread(trial: Any, oracle: Any, rng: _Rng) -> float:
   """Rows without a token, or after the last group, are not read: even NaNs."""
-  trial, oracle, rng = bench.begin(variant)
-  return _check_both(bench, trial, oracle.poisoned(), rng)
+  return _check_both(trial, oracle.poisoned(), rng)
 
 
-def _check_both(
-  bench: Bench[Any], trial: Any, oracle: Any, rng: np.random.Generator
-) -> float:
+def _check_both(trial: Any, oracle: Any, rng: _Rng) -> float:
   """Checks results and, if they are declared, gradients."""
-  worst = _check_output(bench, trial, oracle, rng)
-  if bench.subject.gradients:
-    worst = max(worst, _check_pullback(bench, trial, oracle, rng))
+  worst = _check_output(trial, oracle, rng)
+  if trial.subject.gradients:
+    worst = max(worst, _check_pullback(trial, oracle, rng))
   return worst
 
 
 @_rule(of=GroupedMatmul)
-def neighbours(bench: Bench[Any], variant: Variant) -> float:
+def neighbours(trial: Any, oracle: Any, rng: _Rng) -> float:
   """A NaN in a row or matrix affects no result of other rows or groups."""
-  trial, oracle, rng = bench.begin(variant)
-  return _check_both(bench, trial, oracle.with_nans(), rng)
+  return _check_both(trial, oracle.with_nans(), rng)
 
 
 @_rule(_each_alignment, of=Transport)
-def interleaved(bench: Bench[Any], variant: Variant) -> float:
+def interleaved(trial: Any, oracle: Any, rng: _Rng) -> float:
   """In one program, two dispatches precede their combines, which run twice."""
-  trial, first, rng = bench.begin(variant)
-  second = bench.begin(dataclasses.replace(variant, routing="uniform"))[1]
-  calls = [(x, x.inputs(rng, "normal")) for x in (first, second)]
-  limit = bench.limit(trial.setting, "normal")
+  oracles = oracle, trial.routed(ROUTINGS["uniform"], rng)
+  calls = [(x, x.inputs(rng, "normal")) for x in oracles]
   expected = [oracle.output(inputs) for oracle, inputs in calls]
   expected += [x._replace(value=0 - x.value) for x in expected]
   return max(
-    compare("tokens", got, want, limit=limit)
+    compare("tokens", got, want)
     for want, (got, _) in zip(expected, trial.interleaved(*calls), strict=True)
   )
 
 
 def _compare_gradients(
-  got: dict[str, Any], expected: dict[str, Expected], **options: Any
+  got: dict[str, Any], expected: dict[str, Expected]
 ) -> float:
   return max(
-    compare(f"the gradient of {name}", got[name], want, **options)
+    compare(f"the gradient of {name}", got[name], want)
     for name, want in expected.items()
   )
 
 
 def _check_pullback(
-  bench: Bench[Any],
   trial: Any,
   oracle: Any,
-  rng: np.random.Generator,
+  rng: _Rng,
   kinds: Sequence[str] = (),
   names: Sequence[str] = (),
 ) -> float:
-  def check(numbers: str, limit: float) -> float:
+  """Checks gradients, all or those of `names`; returns the largest error."""
+  worst = 0.0
+  for numbers in kinds or oracle.numbers:
     inputs = oracle.inputs(rng, numbers)
     g = oracle.cotangent(rng, numbers)
-    expected = oracle.planned(inputs)
-    grads, received = trial.pullback(expected, inputs, g)
-    if received:
-      expected = _observed(bench.subject, expected, received, inputs)
-    want = expected.pullback(inputs, g)
+    planned = oracle.planned(inputs)
+    grads, received = trial.pullback(planned, inputs, g)
+    want = planned.observed(received, inputs).pullback(inputs, g)
     want = {name: want[name] for name in names or want}
-    return _compare_gradients(oracle.by_name(grads), want, limit=limit)
-
-  return _worst(check, bench, trial, kinds or oracle.numbers)
+    worst = max(worst, _compare_gradients(oracle.by_name(grads), want))
+  return worst
 
 
 @_rule(gradients=True)
-def gradients(bench: Bench[Any], variant: Variant) -> float:
+def gradients(trial: Any, oracle: Any, rng: _Rng) -> float:
   """Reverse mode gives the gradients of all inputs."""
-  return _check_pullback(bench, *bench.begin(variant))
+  return _check_pullback(trial, oracle, rng)
 
 
 @_rule(_each_alignment, jvp=True)
-def jvp(bench: Bench[Any], variant: Variant) -> float:
+def jvp(trial: Any, oracle: Any, rng: _Rng) -> float:
   """Forward mode gives the derivative along all inputs."""
-  trial, oracle, rng = bench.begin(variant)
-
-  def check(numbers: str, limit: float) -> float:
+  worst, what = 0.0, f"the tangent of {oracle.result}"
+  for numbers in oracle.numbers:
     inputs, tangents = (oracle.inputs(rng, numbers) for _ in range(2))
     got, _ = trial.pushforward(oracle, inputs, tangents)
     want = oracle.pushforward(inputs, tangents)
-    return compare(f"the tangent of {oracle.result}", got, want, limit=limit)
-
-  return _worst(check, bench, trial, oracle.numbers)
+    worst = max(worst, compare(what, got, want))
+  return worst
 
 
 @_rule(_each_alignment, second_order=True)
-def second_order(bench: Bench[Any], variant: Variant) -> float:
+def second_order(trial: Any, oracle: Any, rng: _Rng) -> float:
   """Reverse mode gives the gradients of the gradients."""
-  trial, oracle, rng = bench.begin(variant)
-
-  def check(numbers: str, limit: float) -> float:
+  worst = 0.0
+  for numbers in oracle.numbers:
     inputs, cotangents = (oracle.inputs(rng, numbers) for _ in range(2))
     g = oracle.cotangent(rng, numbers)
     grads, g_g = trial.second_pullback(oracle, inputs, g, cotangents)
     want = oracle.second_pullback(inputs, g, cotangents)
-    return _compare_gradients(
-      oracle.by_name(grads) | {"g": g_g}, want, limit=limit
-    )
-
-  return _worst(check, bench, trial, oracle.numbers)
+    got = oracle.by_name(grads) | {"g": g_g}
+    worst = max(worst, _compare_gradients(got, want))
+  return worst
 
 
 @_rule(repeatable=True)
-def repeatable(bench: Bench[Any], variant: Variant) -> float:
+def repeatable(trial: Any, oracle: Any, rng: _Rng) -> float:
   """The same inputs give the same bits in each run, whatever the tolerance."""
-  trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
   g = oracle.cotangent(rng, "normal")
 
   def call() -> dict[str, Any]:
     got = {"output": trial.forward(oracle, inputs)[0]}
-    if bench.subject.gradients:
+    if trial.subject.gradients:
       got |= oracle.by_name(trial.pullback(oracle, inputs, g)[0])
     return got
 
   first = {
-    name: Expected(
-      value, lambda: 0.0, lambda at: f"index {at}", source="the first call"
-    )
+    name: Expected(value, lambda: 0.0, at_index, source="the first call")
     for name, value in call().items()
   }
   return max(_compare_gradients(call(), first) for _ in range(3))
@@ -389,33 +335,31 @@ def _too_small(transport: Transport, seed: int) -> list[Variant]:
 
 
 @_rule(_too_small, of=Transport, overflow=...)
-def overflow(bench: Bench[Transport], variant: Variant) -> float:
+def overflow(trial: Any, oracle: Any, rng: _Rng) -> float:
   """A rank can receive C rows; more rows are an error, or are dropped."""
-  trial, oracle, rng = bench.begin(variant)
+  capacity = trial.setting.capacity
   filling = np.full_like(oracle.route[0], -1)
-  filling[: trial.setting.capacity, 0] = 0
-  full = _check_output(bench, trial, trial.oracle(filling), rng)
+  filling[:capacity, 0] = 0
+  full = _check_output(trial, trial.oracle(filling), rng)
   inputs = oracle.inputs(rng, "normal")
-  if bench.subject.overflow == "error":
+  if trial.subject.overflow == "error":
     try:
       trial.forward(oracle, inputs)
     except Exception:
       return full
     raise AssertionError(
-      f"overflow: no error came, though the routing {variant.routing!r} needs"
-      f" more rows on a rank than its capacity of {trial.setting.capacity}."
+      "overflow: no error came, though the routing needs more rows on a rank"
+      f" than its capacity of {capacity}."
     )
   planned = oracle.planned(inputs)
   got, received = trial.forward(planned, inputs)
-  planned = _observed(bench.subject, planned, received, inputs)
+  planned = planned.observed(received, inputs)
   want = planned.received(inputs)
   _compare_sizes(received, want)
   _compare_rows(received, want, only=planned.holds_token)
-  limit = bench.limit(trial.setting, "normal")
-  tokens = compare("tokens", got, planned.output(inputs), limit=limit)
-  worst = max(full, tokens)
-  if bench.subject.gradients:
-    worst = max(worst, _check_pullback(bench, trial, oracle, rng))
+  worst = max(full, compare("tokens", got, planned.output(inputs)))
+  if trial.subject.gradients:
+    worst = max(worst, _check_pullback(trial, oracle, rng))
   return worst
 
 
@@ -431,14 +375,14 @@ def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
 
 
 @_rule(_fewer_ranks, of=Transport | Layer)
-def ep_sizes(bench: Bench[Any], variant: Variant) -> float:
+def ep_sizes(trial: Any, oracle: Any, rng: _Rng) -> float:
   """Fewer ranks with more experts each also match the oracle."""
-  if isinstance(bench.subject, Transport):
+  if isinstance(trial.subject, Transport):
     for check in (sizes, rows, weights):
-      check(bench, variant)
-  worst = output(bench, variant)
-  if bench.subject.gradients:
-    worst = max(worst, gradients(bench, variant))
+      check(trial, oracle, rng)
+  worst = output(trial, oracle, rng)
+  if trial.subject.gradients:
+    worst = max(worst, gradients(trial, oracle, rng))
   return worst
 
 
@@ -448,13 +392,13 @@ SOAK_STEPS, IN_FLIGHT = 120, 4
 GROWTH = Footprint(memory=64 << 10, heap=4 << 10, descriptors=0, threads=64)
 
 
+def _any_odds(rng: _Rng, shape: tuple[int, int], experts: int) -> np.ndarray:
+  return draw(rng, shape, rng.choice([0, 1, 8], experts))  # odds 0: no rows
+
+
 @_rule(_once)
-def soak(bench: Bench[Any], variant: Variant) -> float:
+def soak(trial: Any, oracle: Any, rng: _Rng) -> float:
   """Many steps with changing routings are right and, on Linux, do not leak."""
-  trial, _, rng = bench.begin(variant)
-  setting = trial.setting
-  shape = setting.ep_size * setting.tokens, setting.top_k
-  limit = bench.limit(setting, "normal")
   pending: collections.deque[tuple[int, Oracle, Any, Any]] = collections.deque()
   worst = 0.0
 
@@ -465,15 +409,14 @@ def soak(bench: Bench[Any], variant: Variant) -> float:
       got, _ = trial.finish(running)
       what = f"{oracle.result} of step {step}"
       want = oracle.output(inputs)
-      worst = max(worst, compare(what, got, want, limit=limit))
+      worst = max(worst, compare(what, got, want))
 
   before = None
   for step in range(SOAK_STEPS):
     if step == SOAK_STEPS // 3 and sys.platform == "linux":
       finish(0)
       before = Footprint.now()
-    odds = rng.choice([0, 1, 8], setting.num_experts)  # odds 0: no rows
-    oracle = trial.oracle(draw(rng, shape, odds))
+    oracle = trial.routed(_any_odds, rng)
     inputs = oracle.inputs(rng, "normal")
     pending.append((step, oracle, inputs, trial.start(oracle, inputs)))
     finish(IN_FLIGHT)

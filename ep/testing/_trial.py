@@ -18,8 +18,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
+from ep.testing import _numbers
 from ep.testing._compare import Expected
-from ep.testing._declarations import Setting
+from ep.testing._declarations import Setting, Subject
+from ep.testing._routings import Routing
 
 
 class Oracle(abc.ABC):
@@ -35,8 +37,8 @@ class Oracle(abc.ABC):
   numbers: ClassVar[tuple[str, ...]]
   result: ClassVar[str] = "tokens"
 
-  def __init__(self, setting: Setting, *route: np.ndarray):
-    self._setting = setting
+  def __init__(self, subject: Subject, setting: Setting, *route: np.ndarray):
+    self._subject, self._setting = subject, setting
     self.route = route  # topk_idx [P * T, K], and further arrays
 
   @abc.abstractmethod
@@ -60,6 +62,10 @@ class Oracle(abc.ABC):
     """Returns the oracle for inputs whose weights decide about dropped rows."""
     return self
 
+  def observed(self, received: Any, inputs: Any) -> Oracle:
+    """Returns the oracle for the order of the received rows, if any allowed."""
+    return self
+
   @abc.abstractmethod
   def output(self, inputs: Any) -> Expected:
     """Returns the tokens that the function under test should return."""
@@ -77,6 +83,12 @@ class Oracle(abc.ABC):
     self, inputs: Any, g: np.ndarray, cotangents: Any
   ) -> dict[str, Expected]:
     """Returns the cotangents of the arguments of a pullback, by name."""
+
+  def _limit(self, *inputs: Any, least: float = 0) -> float:
+    """Returns the limit of a sum's error: 0 if all inputs are whole numbers."""
+    if all(map(_numbers.are_whole, jax.tree.leaves(inputs))):
+      return 0
+    return max(least, self._subject.tolerance.limit(self._setting))
 
   def _where_token(self, at: tuple[int, ...]) -> str:
     """Describes an index of an array `[P * T, H]`."""
@@ -124,9 +136,12 @@ class Trial(abc.ABC):
   """The object under test, built for one setting."""
 
   def __init__(
-    self, setting: Setting, function: Callable[[Any, Any], tuple[Any, Any]]
+    self,
+    subject: Subject,
+    setting: Setting,
+    function: Callable[[Any, Any], tuple[Any, Any]],
   ):
-    self.setting = setting
+    self.subject, self.setting = subject, setting
     functions = function, *derivatives(function)
     programs = [jax.jit(self._program(f)) for f in functions]
     self._function = programs[0]
@@ -145,6 +160,12 @@ class Trial(abc.ABC):
   @abc.abstractmethod
   def oracle(self, topk_idx: np.ndarray) -> Oracle:
     """Returns the oracle for choices `[P * T, K]`."""
+
+  def routed(self, routing: Routing, rng: np.random.Generator) -> Oracle:
+    """Draws a routing, and returns its oracle."""
+    experts = self.setting.num_experts
+    shape = self.setting.ep_size * self.setting.tokens, self.setting.top_k
+    return self.oracle(routing(rng, shape, experts).astype(np.int32))
 
   def start(self, oracle: Oracle, inputs: Any) -> Any:
     """Starts `forward`; pass the returned arrays to `finish`."""

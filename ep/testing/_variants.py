@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import dataclasses
 import functools
 import itertools
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -26,54 +26,21 @@ from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
 from ep.testing._trial import Oracle, Trial
 
-_Subject = TypeVar("_Subject", bound=Subject)
-
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-  """The sizes and the routing of a case.
-
-  Attributes:
-    routing: a name in `ROUTINGS`.
-    spare: rows of the capacity that no routing needs.
-    ep_size: P; None means all devices.
-    capacity: C; None fits every routing.
-  """
+  """The sizes and the routing, a name in `ROUTINGS`, of a case."""
 
   seed: int
   routing: str
-  dtype: str
-  alignment: int
-  tokens: int
-  top_k: int
-  hidden: int
-  experts: int
-  spare: int
-  ep_size: int | None = None
-  capacity: int | None = None
+  setting: Setting
 
   def __str__(self) -> str:
     """Returns a case's id."""
-    sizes = f"T{self.tokens}-K{self.top_k}-H{self.hidden}-E{self.experts}"
-    ranks = f"-P{self.ep_size}" if self.ep_size else ""
-    return f"{self.dtype}-{self.routing}-{sizes}-A{self.alignment}{ranks}"
-
-  def setting(self) -> Setting:
-    """Returns the sizes, with a mesh of the first P devices."""
-    size = self.ep_size or jax.device_count()
-    local = -(-self.experts // size)
-    most = size * self.tokens * min(self.top_k, local) + self.spare
-    blocks = -(-(most + local * (self.alignment - 1)) // self.alignment)
-    return Setting(
-      mesh=_mesh(size),
-      num_experts=self.experts,
-      top_k=self.top_k,
-      tokens=self.tokens,
-      hidden=self.hidden,
-      capacity=self.capacity or blocks * self.alignment,
-      alignment=self.alignment,
-      dtype=np.dtype(jax.numpy.dtype(self.dtype)),
-    )
+    x = self.setting
+    sizes = f"T{x.tokens}-K{x.top_k}-H{x.hidden}-E{x.num_experts}"
+    ranks = f"-P{x.ep_size}" if x.ep_size < jax.device_count() else ""
+    return f"{x.dtype}-{self.routing}-{sizes}-A{x.alignment}{ranks}"
 
 
 @functools.cache
@@ -144,7 +111,7 @@ class Draw:
     self._subject, self._seed = subject, seed
     is_matmul = isinstance(subject, GroupedMatmul)
     self._kinds = _MATMUL_KINDS if is_matmul else _KINDS
-    self._ep_size = 1 if is_matmul else None
+    self._devices = 1 if is_matmul else jax.device_count()
     self._rng = np.random.default_rng(seed)
     # Each dtype and each alignment is used once before any is used again.
     self._dtypes, self._alignments = map(
@@ -193,87 +160,82 @@ class Draw:
     dtype, alignment = next(self._dtypes), next(self._alignments)
     for kind in (*kinds, USUAL):
       for _ in range(_TRIES * isinstance(subject, kind.of)):
-        variant = self._any(kind, dtype, alignment, ep_size, too_small)
-        setting = variant.setting()
+        setting = self._setting(kind, dtype, alignment, ep_size, too_small)
         if subject.supports is None or subject.supports(setting):
           try:
             subject.tolerance.limit(setting)
-            return [variant]
+            return [Variant(self._seed, kind.routing, setting)]
           except ValueError as error:
             refusal = error
     if refusal:
       raise refusal
     return []
 
-  def _any(
+  def _setting(
     self,
     kind: Kind,
     dtype: str,
     alignment: int,
     ep_size: int | None,
     too_small: bool,
-  ) -> Variant:
+  ) -> Setting:
     def between(low: int, high: int) -> int:
       """Draws a number; each power of two is equally likely."""
       return int(low * ((high + 1) / low) ** self._rng.random())
 
-    devices, capacity = self._ep_size or jax.device_count(), None
+    devices = self._devices
+    ranks = ep_size or devices
     tokens = max(between(*kind.tokens), -(-kind.all_tokens // devices))
     experts = max(2, between(*kind.experts))
     if not getattr(self._subject, "uneven", False):
       experts = -(-experts // devices) * devices
     top_k = min(between(*kind.top_k), experts)
+    blocks = 0
     if too_small:
       tokens += alignment
-      blocks = -(-tokens * min(top_k, ep_size or devices) // alignment)
-      capacity = alignment * int(self._rng.integers(1, blocks))
-    return Variant(
-      self._seed,
-      kind.routing,
-      dtype,
-      alignment,
-      tokens,
-      top_k,
-      between(*kind.hidden),
-      experts,
-      int(self._rng.integers(9)),
-      ep_size or self._ep_size,
-      capacity,
+      enough = -(-tokens * min(top_k, ranks) // alignment)
+      blocks = int(self._rng.integers(1, enough))
+    hidden = between(*kind.hidden)
+    local, spare = -(-experts // ranks), int(self._rng.integers(9))
+    most = ranks * tokens * min(top_k, local) + spare
+    blocks = blocks or -(-(most + local * (alignment - 1)) // alignment)
+    return Setting(
+      mesh=_mesh(ranks),
+      num_experts=experts,
+      top_k=top_k,
+      tokens=tokens,
+      hidden=hidden,
+      capacity=blocks * alignment,
+      alignment=alignment,
+      dtype=np.dtype(jax.numpy.dtype(dtype)),
     )
 
 
-class Bench(Generic[_Subject]):
+class Bench:
   """The object under test, with the `Trial` and the oracles of each setting."""
 
-  def __init__(self, subject: _Subject):
-    self.subject = subject
-    self._trials: dict[Setting, Trial] = {}
-    self._oracles: dict[Variant, Oracle] = {}
-
-  def trial(self, setting: Setting) -> Trial:
-    """Returns the object under test for a setting; builds it only once."""
-    if setting not in self._trials:
-      if isinstance(self.subject, Layer):
-        self._trials[setting] = LayerTrial(self.subject, setting)
-      elif isinstance(self.subject, Transport):
-        self._trials[setting] = RoundTrip(self.subject, setting)
-      elif isinstance(self.subject, GroupedMatmul):
-        self._trials[setting] = MatmulTrial(self.subject, setting)
-    return self._trials[setting]
-
-  def limit(self, setting: Setting, numbers: str) -> float:
-    """Returns the largest allowed error: 0 for sums of whole numbers."""
-    if numbers == "whole":
-      return 0
-    return self.subject.tolerance.limit(setting)
+  def __init__(self, subject: Subject):
+    self._subject = subject
+    self._trial = functools.cache(self._build)
+    self._oracle = functools.cache(self._draw)
 
   def begin(self, variant: Variant) -> tuple[Any, Any, np.random.Generator]:
     """Returns a trial, the oracle of the routing, and a random generator."""
-    trial = self.trial(variant.setting())
-    seeds = [variant.seed, *variant.routing.encode()]
-    if variant not in self._oracles:
-      setting, rng = trial.setting, np.random.default_rng(seeds)
-      shape = setting.ep_size * setting.tokens, setting.top_k
-      idx = ROUTINGS[variant.routing](rng, shape, setting.num_experts)
-      self._oracles[variant] = trial.oracle(idx.astype(np.int32))
-    return trial, self._oracles[variant], np.random.default_rng([*seeds, 1])
+    rng = np.random.default_rng([*_seeds(variant), 1])
+    return self._trial(variant.setting), self._oracle(variant), rng
+
+  def _build(self, setting: Setting) -> Trial:
+    if isinstance(self._subject, Layer):
+      return LayerTrial(self._subject, setting)
+    if isinstance(self._subject, Transport):
+      return RoundTrip(self._subject, setting)
+    assert isinstance(self._subject, GroupedMatmul)
+    return MatmulTrial(self._subject, setting)
+
+  def _draw(self, variant: Variant) -> Oracle:
+    rng = np.random.default_rng(_seeds(variant))
+    return self._trial(variant.setting).routed(ROUTINGS[variant.routing], rng)
+
+
+def _seeds(variant: Variant) -> list[int]:
+  return [variant.seed, *variant.routing.encode()]

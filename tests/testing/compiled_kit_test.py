@@ -27,7 +27,7 @@ import targets
 PRESENT = "v5e" if targets.has_compiler("v5e") else "h100x4"
 TARGET = os.environ.get("EP_TEST_TARGET")
 # One variant of each setting; routings share their programs.
-VARIANTS = [*{x.setting(): x for x in Draw(XLA, 0).every_kind()}.values()]
+VARIANTS = [*{x.setting: x for x in Draw(XLA, 0).every_kind()}.values()]
 # The exchanges of rows and weights in each program. Dispatch and its backward
 # pass exchange both; combine and its backward pass exchange rows.
 EXCHANGES = {
@@ -36,7 +36,7 @@ EXCHANGES = {
   "pushforward": 2 * 2 + 1,
   "second_pullback": 2 * 2 + 1 + 1 + 2,
 }
-SHORT = [x for x in VARIANTS if x.tokens < 1000]
+SHORT = [x for x in VARIANTS if x.setting.tokens < 1000]
 
 
 def _lower(name, trial, oracle, inputs):
@@ -65,11 +65,9 @@ def _lower(name, trial, oracle, inputs):
 def test_programs_of_the_kit(variant):
   devices = targets.mesh(TARGET or PRESENT).devices[: jax.device_count()]
   mesh = jax.sharding.Mesh(devices, (AXIS,))
-  setting = dataclasses.replace(variant.setting(), mesh=mesh)
+  setting = dataclasses.replace(variant.setting, mesh=mesh)
   trial, rng = RoundTrip(XLA, setting), np.random.default_rng(0)
-  shape = mesh.size * setting.tokens, setting.top_k
-  idx = ROUTINGS[variant.routing](rng, shape, setting.num_experts)
-  oracle = trial.oracle(idx.astype(np.int32))
+  oracle = trial.routed(ROUTINGS[variant.routing], rng)
   inputs = oracle.inputs(rng, "normal")
   for name, exchanges in EXCHANGES.items():
     program = _lower(name, trial, oracle, inputs).compile()

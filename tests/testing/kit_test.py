@@ -51,7 +51,6 @@ def test_cases_have_names_and_skipped_rules_have_reasons():
     (dict(dtypes=()), "dtypes=.* at least one element"),
     (dict(alignments=(0,)), "whole numbers from 1 on"),
     (dict(dtypes=("int32",)), "'int32', which is no name of a floating-point"),
-    (dict(tolerance=None), "tolerance=None .* an ep.testing.Tolerance"),
   ],
   ids=str,
 )
@@ -64,7 +63,6 @@ def test_an_unknown_declaration_is_refused(declared, says):
   "arguments, says",
   [
     (dict(subject=None), "subject=None has to be an ep.testing.Transport,"),
-    (dict(rules="rows"), "rules='rows' has to be a list of names"),
     (dict(rules=["row"]), "no rule row; the rules are sizes, rows"),
   ],
   ids=str,
@@ -77,7 +75,7 @@ def test_wrong_arguments_are_refused(arguments, says):
 def test_a_tolerance_that_accepts_anything_is_refused():
   (variant,) = Draw(HOST, 0).one()
   setting = dataclasses.replace(
-    variant.setting(), top_k=3, dtype=jax.numpy.dtype("bfloat16")
+    variant.setting, top_k=3, dtype=jax.numpy.dtype("bfloat16")
   )
   with pytest.raises(ValueError, match=r"\d\d% with bfloat16; declare fewer"):
     Tolerance(4).limit(setting)
@@ -87,14 +85,15 @@ def test_the_drawn_sizes_cover_what_is_declared():
   for seed in range(20):
     variants = Draw(HOST, seed).every_kind()
     assert {x.routing for x in variants} == ROUTINGS.keys()
-    assert {x.alignment for x in variants} == set(HOST.alignments)
-    assert {x.dtype for x in variants} == set(HOST.dtypes)
-    for size in ("tokens", "hidden", "experts"):
-      assert max(getattr(x, size) for x in variants) > 256
-    assert min(x.tokens for x in variants) == 1
-    assert any(x.hidden % 4 for x in variants)
-    assert min(x.top_k for x in variants) == 1 < 3 <= variants[0].top_k
-    assert max(x.top_k for x in variants) > 4
+    settings = [x.setting for x in variants]
+    assert {x.alignment for x in settings} == set(HOST.alignments)
+    assert {x.dtype.name for x in settings} == set(HOST.dtypes)
+    for size in ("tokens", "hidden", "num_experts"):
+      assert max(getattr(x, size) for x in settings) > 256
+    assert min(x.tokens for x in settings) == 1
+    assert any(x.hidden % 4 for x in settings)
+    assert min(x.top_k for x in settings) == 1 < 3 <= settings[0].top_k
+    assert max(x.top_k for x in settings) > 4
     assert variants == Draw(HOST, seed).every_kind()
 
 
