@@ -24,8 +24,8 @@ OPCODES = (
   "send",
 )
 
-# Shape and opcode of a collective; all-reduce-start matches, -done does not.
-_COLLECTIVE = re.compile(rf"(?:\(.*?\)|\S+) ({'|'.join(OPCODES)})(?:-start)?\(")
+# Name and opcode of an instruction, after its shape.
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?(\S+) = .*? ([a-z][a-z0-9-]*)\(")
 
 # Scopes of ep's own collectives: backend "xla" names a scope after each op.
 _EXCHANGES = {
@@ -35,14 +35,19 @@ _EXCHANGES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
-  """One collective instruction of a compiled program."""
+class Instruction:
+  """An HLO instruction."""
 
-  opcode: str  # like "all-reduce"
-  name: str  # name of the instruction, like "all-reduce.3"
-  op_name: str  # the path of scopes and primitives that JAX gave it, or ""
-  cause: str  # the operand's op_name, or an argument's name
-  source: str  # the source line of op_name or cause, like "model.py:12", or ""
+  name: str  # like "all-reduce.3"
+  opcode: str  # like "all-reduce"; -start is cut off, -done is not
+  line: str
+  uses: tuple[str, ...]  # operands, and computations that it calls
+
+  @property
+  def op_name(self) -> str:
+    """The path of scopes and primitives that JAX gave it, or ""."""
+    found = re.search(r'op_name="([^"]*)"', self.line)
+    return found[1] if found else ""
 
   @property
   def scopes(self) -> set[str]:
@@ -90,62 +95,48 @@ def assert_no_hidden_collectives(
     raise arguments.wrong_type(
       "assert_no_hidden_collectives", "allow", allow, "a list of names"
     )
-  hidden = [
-    c
-    for c in collectives(compiled)
-    if c.opcode not in allow and c.scopes.isdisjoint(allow)
-  ]
+  hlo = as_text("assert_no_hidden_collectives", compiled)
+  every, frames = instructions(hlo), _frames(hlo)
+  intended, hidden = _EXCHANGES.union(allow), ""
+  for x in every.values():
+    if (
+      x.opcode not in OPCODES
+      or x.opcode in allow
+      or "is_host_transfer=true" in x.line
+      or not x.scopes.isdisjoint(intended)
+    ):
+      continue
+    named = _with_metadata(x, every)
+    cause = named.op_name or "a value without a name"
+    path = x.op_name or f"made by the partitioner for {cause}"
+    source = _source(named.line, frames) or "no source line"
+    hidden += f"\n  {x.opcode} %{x.name}, {path}, {source}"
   if hidden:
     raise AssertionError(
-      "the program has collectives besides the exchanges of ep:"
-      + "".join(
-        f"\n  {c.opcode} %{c.name}, "
-        f"{c.op_name or f'made by the partitioner for {c.cause}'},"
-        f" {c.source or 'no source line'}"
-        for c in hidden
-      )
-      + "\nCheck the shardings of their operands, or pass the opcodes or scopes"
-      " of the intended ones in `allow`."
+      f"the program has collectives besides the exchanges of ep:{hidden}\nCheck"
+      " the shardings of their operands, or pass the opcodes or scopes of the"
+      " intended ones in `allow`."
     )
 
 
-def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
-  """Returns the collectives besides ep's exchanges, in program order."""
-  hlo = as_text("assert_no_hidden_collectives", compiled)
-  frames = _frames(hlo)
-  instructions = dict(re.findall(r"^\s*(?:ROOT )?%?(\S+) = (.*)$", hlo, re.M))
-  found = []
-  for name, line in instructions.items():
-    match = _COLLECTIVE.match(line)
-    if match is None or "is_host_transfer=true" in line:
-      continue
-    named = _with_metadata(line, instructions)
-    collective = Collective(
-      opcode=match[1],
-      name=name,
-      op_name=op_name(line),
-      cause=op_name(named) or "a value without a name",
-      source=_source(named, frames),
-    )
-    if collective.scopes.isdisjoint(_EXCHANGES):
-      found.append(collective)
+def instructions(hlo: str) -> dict[str, Instruction]:
+  """Returns the instructions of a program or a computation, in their order."""
+  found = {}
+  for line in hlo.splitlines():
+    if x := _INSTRUCTION.match(line):
+      uses = re.findall(r"%([^\s,(){}]+)", line[x.end() :])
+      opcode = x[2].removesuffix("-start")
+      found[x[1]] = Instruction(x[1], opcode, line, tuple(uses))
   return found
 
 
-def op_name(instruction: str) -> str:
-  """Returns the path of scopes in a line of HLO, or "" if it has none."""
-  found = re.search(r'op_name="([^"]*)"', instruction)
-  return found[1] if found else ""
-
-
-def _with_metadata(instruction: str, instructions: dict[str, str]) -> str:
+def _with_metadata(
+  x: Instruction, instructions: dict[str, Instruction]
+) -> Instruction:
   """Returns the instruction, or its nearest operand that has an op_name."""
-  while not op_name(instruction):
-    operand = re.search(r"[\w-]+\(%([^\s,)]+)", instruction)
-    if not operand or operand[1] not in instructions:
-      break
-    instruction = instructions[operand[1]]
-  return instruction
+  while not x.op_name and x.uses and x.uses[0] in instructions:
+    x = instructions[x.uses[0]]
+  return x
 
 
 def as_text(function: str, compiled: object) -> str:

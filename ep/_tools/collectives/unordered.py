@@ -17,15 +17,20 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-import dataclasses
+from collections.abc import Callable, Iterable
 import functools
+import itertools
 import re
 
 import jax
 
 from ep._src.base.backend import OPS
-from ep._tools.collectives.hidden import as_text, op_name, OPCODES
+from ep._tools.collectives.hidden import (
+  as_text,
+  Instruction,
+  instructions,
+  OPCODES,
+)
 
 # The custom calls of ep's ops, whose handlers return before the ops are done.
 _TARGET = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')
@@ -56,9 +61,9 @@ def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
       loop, and the cure.
     TypeError: `compiled` is not a compiled program.
   """
-  program = _Program(as_text("assert_ordered_collectives", compiled))
+  program = Program(as_text("assert_ordered_collectives", compiled))
   unordered = [
-    f"\n  {collective} beside {loop}"
+    f"\n  {_name(collective)} beside {_name(loop)}"
     for loop, collective in program.unordered()
   ]
   if unordered:
@@ -70,26 +75,7 @@ def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
     )
 
 
-def loops_with_collectives(compiled: jax.stages.Compiled | str) -> list[str]:
-  """Returns the loops and branches that start collectives after ops of ep."""
-  program = _Program(as_text("loops_with_collectives", compiled))
-  return [str(loop) for loop in program.loops()]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-  """An HLO instruction, its operands, and the computations that it calls."""
-
-  line: str
-  opcode: str
-  operands: frozenset[str]
-  called: tuple[str, ...]
-
-  def __str__(self) -> str:
-    return f"{self.opcode} {op_name(self.line)}"
-
-
-class _Program:
+class Program:
   """The computations of a program, with instructions in scheduled order."""
 
   def __init__(self, hlo: str):
@@ -97,38 +83,34 @@ class _Program:
       re.findall(r"^(?:ENTRY )?%?(\S+) \(.*\{\n((?:  .*\n)*)", hlo, re.M)
     )
     self._computations = {
-      computation: dict(_instructions(body, bodies))
-      for computation, body in bodies.items()
+      computation: instructions(body) for computation, body in bodies.items()
     }
     self._runs = functools.cache(self._search)
 
-  def loops(self) -> Iterable[_Instruction]:
+  def loops(self) -> Iterable[Instruction]:
     """Yields the loops and branches that start collectives after ops of ep."""
-    for instructions in self._computations.values():
-      for x in instructions.values():
-        if self._is_loose(x):
-          yield x
+    for computation in self._computations.values():
+      yield from filter(self._is_loose, computation.values())
 
-  def unordered(self) -> Iterable[tuple[_Instruction, _Instruction]]:
+  def unordered(self) -> Iterable[tuple[Instruction, Instruction]]:
     """Yields (loop, later collective that does not need the loop's results)."""
-    for instructions in self._computations.values():
-      names = list(instructions)
-      for i, loop in enumerate(instructions.values()):
+    for computation in self._computations.values():
+      every = [*computation.values()]
+      for i, loop in enumerate(every):
         if not self._is_loose(loop):
           continue
-        needing = {names[i]}
-        for later in names[i + 1 :]:
-          x = instructions[later]
-          if not needing.isdisjoint(x.operands):
-            needing.add(later)
+        needing = {loop.name}
+        for x in every[i + 1 :]:
+          if not needing.isdisjoint(x.uses):
+            needing.add(x.name)
           elif self._runs(x, _is_collective):
             yield loop, x
 
-  def _is_loose(self, x: _Instruction) -> bool:
+  def _is_loose(self, x: Instruction) -> bool:
     """Returns whether `x` may start a collective after `x` has returned."""
     if x.opcode == "while":
       return self._runs(x, _is_op) and self._runs(x, _is_collective)
-    return any(map(self._starts_late, x.called))
+    return any(map(self._starts_late, self._called(x)))
 
   def _starts_late(self, computation: str) -> bool:
     is_late = False
@@ -139,31 +121,24 @@ class _Program:
     return False
 
   def _search(
-    self, x: _Instruction, is_kind: Callable[[_Instruction], bool]
+    self, x: Instruction, is_kind: Callable[[Instruction], bool]
   ) -> bool:
     """Returns whether `is_kind` holds for `x` or a callee of `x`."""
-    called = (y for c in x.called for y in self._computations[c].values())
-    return is_kind(x) or any(self._runs(y, is_kind) for y in called)
+    called = (self._computations[c].values() for c in self._called(x))
+    every = itertools.chain.from_iterable(called)
+    return is_kind(x) or any(self._runs(y, is_kind) for y in every)
+
+  def _called(self, x: Instruction) -> Iterable[str]:
+    return filter(self._computations.__contains__, x.uses)
 
 
-def _is_op(x: _Instruction) -> bool:
+def _name(x: Instruction) -> str:
+  return f"{x.opcode} {x.op_name}"
+
+
+def _is_op(x: Instruction) -> bool:
   return bool(_TARGET.search(x.line))
 
 
-def _is_collective(x: _Instruction) -> bool:
-  return x.opcode.removesuffix("-start") in OPCODES
-
-
-def _instructions(
-  body: str, computations: Mapping[str, str]
-) -> Iterable[tuple[str, _Instruction]]:
-  for line in body.splitlines():
-    found = re.match(r"  (?:ROOT )?%?(\S+) = .*? ([a-z][a-z0-9-]*)\(", line)
-    if found is None:
-      continue
-    names = re.findall(r"%([^\s,(){}]+)", line[found.end() :])
-    called = tuple(n for n in names if n in computations)
-    yield (
-      found[1],
-      _Instruction(line, found[2], frozenset(names) - set(called), called),
-    )
+def _is_collective(x: Instruction) -> bool:
+  return x.opcode in OPCODES
