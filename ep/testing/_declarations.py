@@ -23,6 +23,8 @@ from typing import (
 import jax
 import numpy as np
 
+from ep._src.base import arguments
+
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
@@ -122,22 +124,9 @@ class Received(NamedTuple):
   counts: dict[str, jax.Array] | None = None
 
 
-# dispatch(tokens [T, H], topk_idx [T, K], topk_weights [T, K]) -> Received, and
-# with scales=True also dispatch(..., scales [T, S])
 Dispatch = Callable[..., Received]
-# combine(rows [C, H], state) -> tokens [T, H], and with weighted=True
-# combine(rows, state, weights [C])
 Combine = Callable[..., jax.Array]
-# apply(params, tokens [P * T, H], topk_idx [P * T, K], topk_weights [P * T, K])
-#   -> tokens [P * T, H]
-Apply = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
-# expert(params, e, rows [n, H]) -> rows [n, H]
-Expert = Callable[[Any, int, jax.Array], jax.Array]
-Order = Literal["source", "any"]
 Tail = Literal["zero", "unspecified"]
-Overflow = Literal["drop", "error", None]
-DropBy = Literal["slot", "fair"]
-View = Literal["local", "global"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,26 +161,22 @@ class Subject:
 
   def __post_init__(self) -> None:
     for name, kind in get_type_hints(type(self)).items():
-      value, allowed = getattr(self, name), get_args(kind)
-      given = f"{name}={value!r} of {self.name!r}"
-      if get_origin(kind) is Literal and value not in allowed:
-        raise ValueError(f"{given} is unknown; declare one of {allowed}.")
+      value = getattr(self, name)
+      if get_origin(kind) is Literal:
+        arguments.one_of(*get_args(kind))(self.name, name, value)
       if get_origin(kind) is tuple and not (isinstance(value, tuple) and value):
         raise ValueError(
-          f"{given} has to be a tuple with at least one element; write"
-          f" {name}=({value or '...'!r},)."
+          f"{self.name}: {name} = {value!r}, but it must be a tuple with at"
+          f" least one element; write {name}=({value or '...'!r},)."
         )
-    if not all(isinstance(x, int) and x > 0 for x in self.alignments):
-      raise ValueError(
-        f"alignments={self.alignments!r} of {self.name!r} has to have whole"
-        " numbers from 1 on; 1 stands for slabs without padding."
-      )
+    for alignment in self.alignments:
+      arguments.at_least(1)(self.name, "alignments", alignment)
     for dtype in self.dtypes:
       if not hasattr(jax.numpy, str(dtype)) or not jax.numpy.issubdtype(
         dtype, jax.numpy.floating
       ):
         raise ValueError(
-          f"dtypes={self.dtypes!r} of {self.name!r} has {dtype!r}, which is no"
+          f"{self.name}: dtypes = {self.dtypes!r} has {dtype!r}, which is no"
           ' name of a floating-point dtype; write names such as "bfloat16".'
         )
 
@@ -203,10 +188,10 @@ class Transport(Subject):
   Attributes:
     build: returns `(dispatch, combine)` for a setting. Both are functions of
       one rank's arrays, inside `jax.shard_map` over the mesh of the setting:
-      `dispatch(tokens, topk_idx, topk_weights)` returns a `Received`, and
-      `combine(rows, state)` returns the sum of each token's rows, `[T, H]` in
-      their dtype. A choice of -1 is unused. The kit calls `build` once for each
-      setting.
+      `dispatch(tokens [T, H], topk_idx [T, K], topk_weights [T, K])` returns a
+      `Received`, and `combine(rows [C, H], state)` returns the sum of each
+      token's rows, `[T, H]` in their dtype. A choice of -1 is unused. The kit
+      calls `build` once for each setting.
     view: "local" as above; "global" if both are functions of the arrays of all
       ranks, concatenated along the leading axis, outside of `jax.shard_map`.
     uneven: whether E may be no multiple of P. The last ranks have fewer
@@ -231,13 +216,13 @@ class Transport(Subject):
   """
 
   build: Callable[[Setting], tuple[Dispatch, Combine]]
-  view: View = "local"
+  view: Literal["local", "global"] = "local"
   uneven: bool = False
   weighted: bool = False
-  order: Order = "source"
+  order: Literal["source", "any"] = "source"
   tail: Tail = "unspecified"
-  overflow: Overflow = None
-  drop_by: DropBy = "slot"
+  overflow: Literal["drop", "error", None] = None
+  drop_by: Literal["slot", "fair"] = "slot"
   special_values: bool = False
   scales: bool = False
 
@@ -256,8 +241,8 @@ class Layer(Subject):
       is the weighted sum of its experts' outputs.
   """
 
-  build: Callable[[Setting], tuple[Apply, Any]]
-  expert: Expert
+  build: Callable[[Setting], tuple[Callable[..., jax.Array], Any]]
+  expert: Callable[[Any, int, jax.Array], jax.Array]
   tolerance: Tolerance = Tolerance(1)
 
 

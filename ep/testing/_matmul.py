@@ -29,7 +29,6 @@ class MatmulTrial(Trial):
     c, f = _up(setting.capacity, of_c), _up(setting.hidden, of_f)
     g = _up(f + 1, of_g)
     self.sizes = c, f, g
-    self._is_zero = subject.tail == "zero"
 
     def function(route: Any, inputs: Any) -> tuple[jax.Array, tuple[()]]:
       (group_sizes,), (rows, matrices) = route, inputs
@@ -46,7 +45,7 @@ class MatmulTrial(Trial):
         lambda x: jnp.where(used, x, 0) if x.ndim == 2 else x, fn(route, *args)
       )
 
-    return fn if self._is_zero else specified
+    return fn if self.subject.tail == "zero" else specified
 
   def oracle(self, topk_idx: np.ndarray) -> MatmulOracle:
     counts = np.bincount(
@@ -71,12 +70,10 @@ class MatmulOracle(Oracle):
     self._sizes, self._dtype = trial.sizes, trial.dtype
     ends = np.cumsum(group_sizes)
     self._groups = [*map(slice, ends - group_sizes, ends)]
-    self._group = (np.arange(trial.sizes[0])[:, None] >= ends).sum(
-      1
-    )  # of each row
-    # Rows, and matrices, that are NaN.
-    self._nan_rows = np.zeros(trial.sizes[0], bool)
-    self._nan_matrices = np.zeros(len(group_sizes), bool)
+    rows, groups = np.arange(trial.sizes[0]), np.arange(len(group_sizes))
+    self._group = (rows[:, None] >= ends).sum(1)  # of each row
+    self._nan_rows = rows < 0  # none
+    self._nan_matrices = groups < 0
 
   def poisoned(self) -> MatmulOracle:
     """Returns an oracle with NaNs in the rows after the last group."""
@@ -86,10 +83,10 @@ class MatmulOracle(Oracle):
 
   def with_nans(self) -> MatmulOracle:
     """Returns an oracle with NaNs in last rows of groups, and in matrices."""
-    other = copy.deepcopy(self)
-    for group in self._groups[::3]:
-      other._nan_rows[group][-1:] = True
-    other._nan_matrices[1::3] = True
+    other = copy.copy(self)
+    last = [x.stop - 1 for x in self._groups[::3] if x.start < x.stop]
+    other._nan_rows = np.isin(np.arange(self._sizes[0]), last)
+    other._nan_matrices = np.arange(len(self._groups)) % 3 == 1
     return other
 
   def inputs(

@@ -37,7 +37,8 @@ class Case:
         expert, the row and both values.
     """
     try:
-      return self._rule.check(*self._bench.begin(self._variant)) or 0.0
+      errors = self._rule.check(*self._bench.begin(self._variant))
+      return max(errors, default=0.0)
     except Exception as error:
       error.add_note(f"Repeat this with seed={self._variant.seed}.")
       raise
@@ -49,26 +50,17 @@ class Line:
 
   Attributes:
     rule: the name of the rule.
+    result: "passed", "FAILED in ..." or why the rule did not run.
     cases: number of cases that ran.
     worst: the largest error of these cases, in units of a `Tolerance`.
     failures: error messages by the id of the failed case.
-    left_out: why the rule did not run, or "".
   """
 
   rule: str
-  cases: int = 0
-  worst: float = 0.0
-  failures: dict[str, str] = dataclasses.field(default_factory=dict)
-  left_out: str = ""
-
-  @property
-  def result(self) -> str:
-    """The result column of the table."""
-    if self.left_out:
-      return self.left_out
-    if self.failures:
-      return f"FAILED in {len(self.failures)}"
-    return "passed"
+  result: str
+  cases: int
+  worst: float
+  failures: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,4 +194,5 @@ def _line(rule: str, cases: Sequence[Case], why_not: str) -> Line:
       failures[case.id] = str(error)
     except Exception as error:  # an error of the object under test
       failures[case.id] = f"{type(error).__name__}: {error}"
-  return Line(rule, len(cases), worst, failures, why_not)
+  result = f"FAILED in {len(failures)}" if failures else why_not or "passed"
+  return Line(rule, result, len(cases), worst, failures)

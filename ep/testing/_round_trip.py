@@ -31,7 +31,6 @@ class RoundTrip(Trial):
 
   def __init__(self, transport: Transport, setting: Setting):
     dispatch, combine = transport.build(setting)
-    self._transport = transport
     is_local = transport.view == "local"
     checked = functools.partial(
       _checked, setting, 1 if is_local else setting.ep_size
@@ -105,7 +104,7 @@ class RoundTrip(Trial):
     setting = self.setting
     idx = topk_idx.reshape(setting.ep_size, setting.tokens, setting.top_k)
     routing = reference.prepare(idx, **_sizes(setting))
-    return RoundTripOracle(self._transport, setting, idx, routing)
+    return RoundTripOracle(self.subject, setting, idx, routing)
 
 
 class RoundTripOracle(Oracle):
@@ -125,7 +124,6 @@ class RoundTripOracle(Oracle):
     topk_idx: np.ndarray,
     routing: reference.Routing,
   ):
-    self._transport = transport
     self._idx = topk_idx
     self._routing = routing
     slots = np.arange(setting.capacity)
@@ -168,7 +166,7 @@ class RoundTripOracle(Oracle):
     return other
 
   def observed(self, received: Any, inputs: Any) -> RoundTripOracle:
-    if self._transport.order != "any":
+    if self._subject.order != "any":
       return self
     setting, (tokens, _, *scales) = self._setting, inputs
     rows = received.rows
@@ -197,7 +195,7 @@ class RoundTripOracle(Oracle):
     return self._with(routing)
 
   def planned(self, inputs: Any) -> RoundTripOracle:
-    setting, drop_by = self._setting, self._transport.drop_by
+    setting, drop_by = self._setting, self._subject.drop_by
     needed = self._routing.max_recv_tokens.max()
     if drop_by == "slot" or needed <= setting.capacity:
       return self
@@ -206,7 +204,7 @@ class RoundTripOracle(Oracle):
     return self._with(reference.prepare_assigned(idx, kept, **sizes))
 
   def _with(self, routing: reference.Routing) -> RoundTripOracle:
-    return RoundTripOracle(self._transport, self._setting, self._idx, routing)
+    return RoundTripOracle(self._subject, self._setting, self._idx, routing)
 
   def inputs(
     self, rng: np.random.Generator, numbers: str
@@ -290,7 +288,7 @@ class RoundTripOracle(Oracle):
     return {"tokens": tokens, "weights": weights}
 
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
-    weighted = self._transport.weighted
+    weighted = self._subject.weighted
     fn = self._two_combines if weighted else self._one_combine
     return self._sums(fn, inputs, tangents)[0]
 
@@ -316,7 +314,7 @@ class RoundTripOracle(Oracle):
       self._routing, self._by_rank(g), capacity=self._setting.capacity
     )
     g_row_weights = g_rows.astype(np.float32) * rows.astype(np.float32)
-    if self._transport.weighted:  # The gradient of combine also rounds.
+    if self._subject.weighted:  # The gradient of combine also rounds.
       g_rows = _scaled(_scaled(g_rows, row_weights), self._factor)
     else:
       g_rows = self._expert(g_rows, row_weights)
@@ -337,7 +335,7 @@ class RoundTripOracle(Oracle):
 
   def _combine(self, rows: Array, weights: Array) -> Any:
     """Applies the experts, and sums their outputs."""
-    if not self._transport.weighted:
+    if not self._subject.weighted:
       return reference.combine(self._routing, self._expert(rows, weights))
     rows = _scaled(rows, self._factor)
     return reference.combine(self._routing, rows, weights)

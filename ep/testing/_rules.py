@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules, each of which tests one property of the object under test.
 
-A rule is a function of a `Trial`, an `Oracle` and a random generator. It
-returns the largest error in units of a `Tolerance`, or None for 0. It raises an
-`AssertionError` that names the rank, the expert, the row and both values. A
-report prints the rule's docstring.
+A rule is a function of a `Trial`, an `Oracle` and a random generator. It yields
+errors in units of a `Tolerance`, or raises an `AssertionError` that names the
+rank, the expert, the row and both values. A report prints the rule's docstring.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import itertools
+import math
+import operator
 import sys
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,6 +34,8 @@ from ep.testing._trial import Oracle
 from ep.testing._variants import Draw, Variant
 
 _Rng = np.random.Generator
+_Errors = Iterator[float]
+_Check = Callable[[Any, Any, _Rng], _Errors]
 
 
 class Rule(NamedTuple):
@@ -45,7 +48,7 @@ class Rule(NamedTuple):
     declared: the values that the rule needs; `...` is any but the default.
   """
 
-  check: Callable[[Any, Any, _Rng], float | None]
+  check: _Check
   variants: Callable[[Any, int], Iterable[Variant]]
   of: Any
   declared: dict[str, Any]
@@ -61,7 +64,6 @@ class Rule(NamedTuple):
     return ""
 
 
-_Check = TypeVar("_Check", bound=Callable[[Any, Any, _Rng], float | None])
 RULES: dict[str, Rule] = {}
 
 
@@ -71,17 +73,10 @@ def _everywhere(subject: Subject, seed: int) -> list[Variant]:
 
 def _each_alignment(subject: Subject, seed: int) -> list[Variant]:
   """Returns for each alignment the variant with the smallest arrays."""
-
-  def numbers(variant: Variant) -> int:
-    x = variant.setting
-    return x.tokens * x.hidden * x.top_k
-
-  variants = sorted(_everywhere(subject, seed), key=numbers, reverse=True)
+  sizes = operator.attrgetter("tokens", "hidden", "top_k")
+  variants = _everywhere(subject, seed)
+  variants.sort(key=lambda x: -math.prod(sizes(x.setting)))
   return [*{x.setting.alignment: x for x in variants}.values()]
-
-
-def _once(subject: Subject, seed: int) -> list[Variant]:
-  return _everywhere(subject, seed)[:1]
 
 
 def _rule(
@@ -109,60 +104,58 @@ def _receive(
   return got, oracle.received(inputs), oracle
 
 
-def _compare_sizes(got: Any, want: dict[str, Expected]) -> None:
+def _compare_sizes(got: Any, want: dict[str, Expected]) -> _Errors:
   sizes = {"group_sizes": got.group_sizes} | (got.counts or {})
   for name, array in sizes.items():
-    compare(name, array, want[name])
+    yield compare(name, array, want[name])
 
 
-def _compare_rows(got: Any, want: dict[str, Expected], **options: Any) -> None:
-  compare("rows", got.rows, want["rows"], **options)
-  compare("weights", got.weights, want["weights"], **options)
+def _compare_rows(
+  got: Any, want: dict[str, Expected], **options: Any
+) -> _Errors:
+  yield compare("rows", got.rows, want["rows"], **options)
+  yield compare("weights", got.weights, want["weights"], **options)
 
 
 @_rule(of=Transport)
-def sizes(trial: Any, oracle: Any, rng: _Rng) -> None:
+def sizes(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Each expert segment has a row for each choice, and padding."""
   got, want, _ = _receive(trial, oracle, rng)
-  _compare_sizes(got, want)
+  yield from _compare_sizes(got, want)
 
 
 @_rule(of=Transport)
-def rows(trial: Any, oracle: Any, rng: _Rng) -> None:
+def rows(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Each row equals its token bit for bit, in the declared order."""
   got, want, oracle = _receive(trial, oracle, rng)
-  compare("rows", got.rows, want["rows"], only=oracle.holds_token)
+  yield compare("rows", got.rows, want["rows"], only=oracle.holds_token)
 
 
 @_rule(of=Transport)
-def weights(trial: Any, oracle: Any, rng: _Rng) -> None:
+def weights(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Each row has the float32 weight of its choice, for tokens of any dtype."""
   got, want, oracle = _receive(trial, oracle, rng)
-  compare("weights", got.weights, want["weights"], only=oracle.holds_token)
+  only = oracle.holds_token
+  yield compare("weights", got.weights, want["weights"], only=only)
 
 
-def _aligned(transport: Transport, seed: int) -> list[Variant]:
-  variants = _everywhere(transport, seed)
-  return [x for x in variants if x.setting.alignment > 1]
-
-
-@_rule(_aligned, of=Transport, alignments=...)
-def padding(trial: Any, oracle: Any, rng: _Rng) -> None:
+@_rule(of=Transport, alignments=...)
+def padding(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Segments are padded to the alignment by rows and weights of zero."""
   got, want, oracle = _receive(trial, oracle, rng)
-  _compare_sizes(got, want)
-  _compare_rows(got, want, only=~oracle.in_tail)
+  yield from _compare_sizes(got, want)
+  yield from _compare_rows(got, want, only=~oracle.in_tail)
 
 
 @_rule(of=Transport, tail="zero")
-def tail(trial: Any, oracle: Any, rng: _Rng) -> None:
+def tail(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Rows and weights after the last segment are zero."""
   got, want, oracle = _receive(trial, oracle, rng)
-  _compare_rows(got, want, only=oracle.in_tail)
+  yield from _compare_rows(got, want, only=oracle.in_tail)
 
 
 @_rule(of=Transport, scales=True)
-def scales(trial: Any, oracle: Any, rng: _Rng) -> None:
+def scales(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """fp8 and int8 rows keep their bits and scales; padding has zeros."""
   for dtypes in zip(ROW_DTYPES, itertools.cycle(SCALE_DTYPES)):
     inputs = oracle.scaled_inputs(rng, *dtypes)
@@ -170,87 +163,78 @@ def scales(trial: Any, oracle: Any, rng: _Rng) -> None:
     want = oracle.observed(got, inputs).received(inputs)
     is_zero = trial.subject.tail == "zero"
     options = dict(only=is_zero | ~oracle.in_tail, nan_bits=True)
-    _compare_sizes(got, want)
-    _compare_rows(got, want, **options)
-    compare("scales", got.scales, want["scales"], **options)
+    yield from _compare_sizes(got, want)
+    yield from _compare_rows(got, want, **options)
+    yield compare("scales", got.scales, want["scales"], **options)
 
 
 @_rule(of=Transport, special_values=True)
-def special_values(trial: Any, oracle: Any, rng: _Rng) -> float:
+def special_values(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """NaNs, infinities, denormal numbers and -0 are sent and summed right."""
   got, want, observed = _receive(trial, oracle, rng, "special")
-  _compare_rows(got, want, only=observed.holds_token, nan_bits=True)
+  yield from _compare_rows(got, want, only=observed.holds_token, nan_bits=True)
   numbers = ["special tokens"]
   with np.errstate(all="ignore"):
-    worst = _check_output(trial, oracle, rng, numbers)
+    yield from _check_output(trial, oracle, rng, numbers)
     if trial.subject.gradients:
-      gradients = _check_pullback(trial, oracle, rng, numbers, ["tokens"])
-      worst = max(worst, gradients)
-  return worst
+      yield from _check_pullback(trial, oracle, rng, numbers, ["tokens"])
 
 
 def _check_output(
   trial: Any, oracle: Any, rng: _Rng, kinds: Sequence[str] = ()
-) -> float:
-  """Checks results for kinds of inputs; returns the largest error."""
-  worst = 0.0
-  for numbers in kinds or oracle.numbers:
+) -> _Errors:
+  """Checks results for kinds of inputs."""
+  is_weighted = getattr(trial.subject, "weighted", False)
+  every = oracle.numbers + ("free",) * is_weighted  # whose products round
+  for numbers in kinds or every:
     inputs = oracle.inputs(rng, numbers)
     planned = oracle.planned(inputs)
     got, _ = trial.forward(planned, inputs)
-    worst = max(worst, compare(oracle.result, got, planned.output(inputs)))
-  return worst
+    yield compare(oracle.result, got, planned.output(inputs))
 
 
 @_rule()
-def output(trial: Any, oracle: Any, rng: _Rng) -> float:
+def output(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Each token gets the sum of its experts' outputs; each row, its product."""
-  kinds = oracle.numbers
-  if getattr(trial.subject, "weighted", False):
-    kinds += ("free",)  # whose products round
-  return _check_output(trial, oracle, rng, kinds)
+  yield from _check_output(trial, oracle, rng)
 
 
 @_rule(of=Transport | GroupedMatmul)
-def unread(trial: Any, oracle: Any, rng: _Rng) -> float:
+def unread(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Rows without a token, or after the last group, are not read: even NaNs."""
-  return _check_both(trial, oracle.poisoned(), rng)
+  yield from _check_both(trial, oracle.poisoned(), rng)
 
 
-def _check_both(trial: Any, oracle: Any, rng: _Rng) -> float:
+def _check_both(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Checks results and, if they are declared, gradients."""
-  worst = _check_output(trial, oracle, rng)
+  yield from _check_output(trial, oracle, rng)
   if trial.subject.gradients:
-    worst = max(worst, _check_pullback(trial, oracle, rng))
-  return worst
+    yield from _check_pullback(trial, oracle, rng)
 
 
 @_rule(of=GroupedMatmul)
-def neighbours(trial: Any, oracle: Any, rng: _Rng) -> float:
+def neighbours(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """A NaN in a row or matrix affects no result of other rows or groups."""
-  return _check_both(trial, oracle.with_nans(), rng)
+  yield from _check_both(trial, oracle.with_nans(), rng)
 
 
 @_rule(_each_alignment, of=Transport)
-def interleaved(trial: Any, oracle: Any, rng: _Rng) -> float:
+def interleaved(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """In one program, two dispatches precede their combines, which run twice."""
   oracles = oracle, trial.routed(ROUTINGS["uniform"], rng)
   calls = [(x, x.inputs(rng, "normal")) for x in oracles]
   expected = [oracle.output(inputs) for oracle, inputs in calls]
   expected += [x._replace(value=0 - x.value) for x in expected]
-  return max(
-    compare("tokens", got, want)
-    for want, (got, _) in zip(expected, trial.interleaved(*calls), strict=True)
-  )
+  results = trial.interleaved(*calls)
+  for want, (got, _) in zip(expected, results, strict=True):
+    yield compare("tokens", got, want)
 
 
 def _compare_gradients(
   got: dict[str, Any], expected: dict[str, Expected]
-) -> float:
-  return max(
-    compare(f"the gradient of {name}", got[name], want)
-    for name, want in expected.items()
-  )
+) -> _Errors:
+  for name, want in expected.items():
+    yield compare(f"the gradient of {name}", got[name], want)
 
 
 def _check_pullback(
@@ -259,9 +243,8 @@ def _check_pullback(
   rng: _Rng,
   kinds: Sequence[str] = (),
   names: Sequence[str] = (),
-) -> float:
-  """Checks gradients, all or those of `names`; returns the largest error."""
-  worst = 0.0
+) -> _Errors:
+  """Checks gradients, all or those of `names`."""
   for numbers in kinds or oracle.numbers:
     inputs = oracle.inputs(rng, numbers)
     g = oracle.cotangent(rng, numbers)
@@ -269,44 +252,38 @@ def _check_pullback(
     grads, received = trial.pullback(planned, inputs, g)
     want = planned.observed(received, inputs).pullback(inputs, g)
     want = {name: want[name] for name in names or want}
-    worst = max(worst, _compare_gradients(oracle.by_name(grads), want))
-  return worst
+    yield from _compare_gradients(oracle.by_name(grads), want)
 
 
 @_rule(gradients=True)
-def gradients(trial: Any, oracle: Any, rng: _Rng) -> float:
+def gradients(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Reverse mode gives the gradients of all inputs."""
-  return _check_pullback(trial, oracle, rng)
+  yield from _check_pullback(trial, oracle, rng)
 
 
 @_rule(_each_alignment, jvp=True)
-def jvp(trial: Any, oracle: Any, rng: _Rng) -> float:
+def jvp(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Forward mode gives the derivative along all inputs."""
-  worst, what = 0.0, f"the tangent of {oracle.result}"
+  what = f"the tangent of {oracle.result}"
   for numbers in oracle.numbers:
     inputs, tangents = (oracle.inputs(rng, numbers) for _ in range(2))
     got, _ = trial.pushforward(oracle, inputs, tangents)
-    want = oracle.pushforward(inputs, tangents)
-    worst = max(worst, compare(what, got, want))
-  return worst
+    yield compare(what, got, oracle.pushforward(inputs, tangents))
 
 
 @_rule(_each_alignment, second_order=True)
-def second_order(trial: Any, oracle: Any, rng: _Rng) -> float:
+def second_order(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Reverse mode gives the gradients of the gradients."""
-  worst = 0.0
   for numbers in oracle.numbers:
     inputs, cotangents = (oracle.inputs(rng, numbers) for _ in range(2))
     g = oracle.cotangent(rng, numbers)
     grads, g_g = trial.second_pullback(oracle, inputs, g, cotangents)
     want = oracle.second_pullback(inputs, g, cotangents)
-    got = oracle.by_name(grads) | {"g": g_g}
-    worst = max(worst, _compare_gradients(got, want))
-  return worst
+    yield from _compare_gradients(oracle.by_name(grads) | {"g": g_g}, want)
 
 
 @_rule(repeatable=True)
-def repeatable(trial: Any, oracle: Any, rng: _Rng) -> float:
+def repeatable(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """The same inputs give the same bits in each run, whatever the tolerance."""
   inputs = oracle.inputs(rng, "normal")
   g = oracle.cotangent(rng, "normal")
@@ -321,7 +298,8 @@ def repeatable(trial: Any, oracle: Any, rng: _Rng) -> float:
     name: Expected(value, lambda: 0.0, at_index, source="the first call")
     for name, value in call().items()
   }
-  return max(_compare_gradients(call(), first) for _ in range(3))
+  for _ in range(3):
+    yield from _compare_gradients(call(), first)
 
 
 def _too_small(transport: Transport, seed: int) -> list[Variant]:
@@ -335,18 +313,18 @@ def _too_small(transport: Transport, seed: int) -> list[Variant]:
 
 
 @_rule(_too_small, of=Transport, overflow=...)
-def overflow(trial: Any, oracle: Any, rng: _Rng) -> float:
+def overflow(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """A rank can receive C rows; more rows are an error, or are dropped."""
   capacity = trial.setting.capacity
   filling = np.full_like(oracle.route[0], -1)
   filling[:capacity, 0] = 0
-  full = _check_output(trial, trial.oracle(filling), rng)
+  yield from _check_output(trial, trial.oracle(filling), rng)
   inputs = oracle.inputs(rng, "normal")
   if trial.subject.overflow == "error":
     try:
       trial.forward(oracle, inputs)
     except Exception:
-      return full
+      return
     raise AssertionError(
       "overflow: no error came, though the routing needs more rows on a rank"
       f" than its capacity of {capacity}."
@@ -355,12 +333,11 @@ def overflow(trial: Any, oracle: Any, rng: _Rng) -> float:
   got, received = trial.forward(planned, inputs)
   planned = planned.observed(received, inputs)
   want = planned.received(inputs)
-  _compare_sizes(received, want)
-  _compare_rows(received, want, only=planned.holds_token)
-  worst = max(full, compare("tokens", got, planned.output(inputs)))
+  yield from _compare_sizes(received, want)
+  yield from _compare_rows(received, want, only=planned.holds_token)
+  yield compare("tokens", got, planned.output(inputs))
   if trial.subject.gradients:
-    worst = max(worst, _check_pullback(trial, oracle, rng))
-  return worst
+    yield from _check_pullback(trial, oracle, rng)
 
 
 def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
@@ -375,15 +352,12 @@ def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
 
 
 @_rule(_fewer_ranks, of=Transport | Layer)
-def ep_sizes(trial: Any, oracle: Any, rng: _Rng) -> float:
+def ep_sizes(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Fewer ranks with more experts each also match the oracle."""
   if isinstance(trial.subject, Transport):
     for check in (sizes, rows, weights):
-      check(trial, oracle, rng)
-  worst = output(trial, oracle, rng)
-  if trial.subject.gradients:
-    worst = max(worst, gradients(trial, oracle, rng))
-  return worst
+      yield from check(trial, oracle, rng)
+  yield from _check_both(trial, oracle, rng)
 
 
 SOAK_STEPS, IN_FLIGHT = 120, 4
@@ -396,31 +370,27 @@ def _any_odds(rng: _Rng, shape: tuple[int, int], experts: int) -> np.ndarray:
   return draw(rng, shape, rng.choice([0, 1, 8], experts))  # odds 0: no rows
 
 
-@_rule(_once)
-def soak(trial: Any, oracle: Any, rng: _Rng) -> float:
+@_rule(lambda subject, seed: _everywhere(subject, seed)[:1])
+def soak(trial: Any, oracle: Any, rng: _Rng) -> _Errors:
   """Many steps with changing routings are right and, on Linux, do not leak."""
   pending: collections.deque[tuple[int, Oracle, Any, Any]] = collections.deque()
-  worst = 0.0
 
-  def finish(most: int) -> None:
-    nonlocal worst
+  def finish(most: int) -> _Errors:
     while len(pending) > most:
       step, oracle, inputs, running = pending.popleft()
       got, _ = trial.finish(running)
       what = f"{oracle.result} of step {step}"
-      want = oracle.output(inputs)
-      worst = max(worst, compare(what, got, want))
+      yield compare(what, got, oracle.output(inputs))
 
   before = None
   for step in range(SOAK_STEPS):
     if step == SOAK_STEPS // 3 and sys.platform == "linux":
-      finish(0)
+      yield from finish(0)
       before = Footprint.now()
     oracle = trial.routed(_any_odds, rng)
     inputs = oracle.inputs(rng, "normal")
     pending.append((step, oracle, inputs, trial.start(oracle, inputs)))
-    finish(IN_FLIGHT)
-  finish(0)
+    yield from finish(IN_FLIGHT)
+  yield from finish(0)
   if before:
     before.check_now(GROWTH)
-  return worst

@@ -38,7 +38,8 @@ class Oracle(abc.ABC):
   result: ClassVar[str] = "tokens"
 
   def __init__(self, subject: Subject, setting: Setting, *route: np.ndarray):
-    self._subject, self._setting = subject, setting
+    self._subject: Any = subject
+    self._setting = setting
     self.route = route  # topk_idx [P * T, K], and further arrays
 
   @abc.abstractmethod
@@ -88,7 +89,8 @@ class Oracle(abc.ABC):
     """Returns the limit of a sum's error: 0 if all inputs are whole numbers."""
     if all(map(_numbers.are_whole, jax.tree.leaves(inputs))):
       return 0
-    return max(least, self._subject.tolerance.limit(self._setting))
+    limit: float = self._subject.tolerance.limit(self._setting)
+    return max(least, limit)
 
   def _where_token(self, at: tuple[int, ...]) -> str:
     """Describes an index of an array `[P * T, H]`."""
@@ -141,7 +143,8 @@ class Trial(abc.ABC):
     setting: Setting,
     function: Callable[[Any, Any], tuple[Any, Any]],
   ):
-    self.subject, self.setting = subject, setting
+    self.subject: Any = subject
+    self.setting = setting
     functions = function, *derivatives(function)
     programs = [jax.jit(self._program(f)) for f in functions]
     self._function = programs[0]

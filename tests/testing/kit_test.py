@@ -46,10 +46,10 @@ def test_cases_have_names_and_skipped_rules_have_reasons():
 @pytest.mark.parametrize(
   "declared, says",
   [
-    (dict(order="Source"), r"order='Source' .* one of \('source', 'any'\)"),
+    (dict(order="Source"), r"order = 'Source', .* one of \('source', 'any'\)"),
     (dict(dtypes="float32"), r"write dtypes=\('float32',\)"),
-    (dict(dtypes=()), "dtypes=.* at least one element"),
-    (dict(alignments=(0,)), "whole numbers from 1 on"),
+    (dict(dtypes=()), "dtypes = .* at least one element"),
+    (dict(alignments=(0,)), "alignments = 0, but it must be at least 1"),
     (dict(dtypes=("int32",)), "'int32', which is no name of a floating-point"),
   ],
   ids=str,
