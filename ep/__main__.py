@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib
 import io
 import sys
@@ -17,8 +16,8 @@ _COMMANDS = {
 }
 
 
-def main(args: list[str]) -> int | str | None:
-  """Runs the command `args[0]`; returns its exit code, or an error text."""
+def main(args: list[str]) -> int:
+  """Runs the command `args[0]`, and returns its exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m ep",
     formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -27,13 +26,12 @@ def main(args: list[str]) -> int | str | None:
   )
   parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
   command = parser.parse_args(args[:1]).command
-  module = importlib.import_module(_COMMANDS[command][0])
-  code: int | str | None = module.main(args[1:])
+  code: int = importlib.import_module(_COMMANDS[command][0]).main(args[1:])
   return code
 
 
 if __name__ == "__main__":
-  _code: int | str | None = 0
+  _code = 0
   if isinstance(sys.stdout, io.TextIOWrapper):  # None if it is closed
     sys.stdout.reconfigure(errors="backslashreplace")  # a path has any bytes
   try:
@@ -41,10 +39,6 @@ if __name__ == "__main__":
     print(end="", flush=True)
   except BrokenPipeError:  # a reader such as head exited
     pass
-  except OSError as e:
-    if e.errno != errno.ENOSPC:
-      raise
-    _code = "python -m ep: no space is left for the output; write it elsewhere."
   with contextlib.suppress(AttributeError, OSError):
     # A failed flush at interpreter exit would change the exit code.
     sys.stdout.close()

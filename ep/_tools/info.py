@@ -31,7 +31,6 @@ def main(args: list[str]) -> int:
     " implementation of ep.grouped_matmul.",
   )
   parser.parse_args(args)
-  folder = pathlib.Path(__file__).parent.parent
   owners = importlib.metadata.packages_distributions().get("ep", [])
   for other in sorted({*owners} - {_DISTRIBUTION}):
     print(
@@ -40,13 +39,7 @@ def main(args: list[str]) -> int:
       f" one removes files of both. Run: pip uninstall {other} {_DISTRIBUTION};"
       f" then install {_DISTRIBUTION} again."
     )
-  if not hasattr(ep, "ep_bootstrap"):
-    print(
-      f"{folder / '__init__.py'} is missing, or another package's; install"
-      f" {_DISTRIBUTION} again, with pip's option --force-reinstall."
-    )
-    return 1
-  print(f"ep {ep.__version__} in {folder}")
+  print(f"ep {ep.__version__} in {pathlib.Path(__file__).parent.parent}")
   print(
     f"python {platform.python_version()}, jax {jax.__version__}, jaxlib"
     f" {jaxlib.version.__version__}, numpy {np.__version__}"

@@ -15,13 +15,6 @@ only a few environment variables, so another launcher can replace `launch`:
 On a cluster that `jax.distributed` detects (SLURM, MPI, a JobSet or an indexed
 job of Kubernetes, a slice of TPUs), `initialize` needs no variables.
 
-The launcher runs the coordination service in a separate process, which survives
-the death of any rank. JAX also starts a service in rank 0; nothing uses it.
-
-Each rank writes its state (joining, joined or ending) to the file that the
-variable EP_LAUNCH_STATE names. So the launcher can name ranks that ran alone,
-ranks for which others wait in vain, and the rank that failed first.
-
 Only `initialize` touches JAX devices, because a launching process must not
 occupy the devices of its ranks.
 """

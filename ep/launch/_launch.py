@@ -104,13 +104,12 @@ def launch(
     raise arguments.wrong_type("ep.launch", "argv", argv, "a list of strings")
   for name, value in (env or {}).items():
     arguments.string("ep.launch", f"env[{name!r}]", value)
-  for name, count in [
-    ("num_processes", num_processes),
-    ("devices_per_process", devices_per_process),
-    ("ranks_per_gpu", ranks_per_gpu),
-  ]:
-    if arguments.integer("ep.launch", name, count) < 1:
-      raise ValueError(f"ep.launch: {name} = {count}, but it must be positive.")
+  for name, count in dict(
+    num_processes=num_processes,
+    devices_per_process=devices_per_process,
+    ranks_per_gpu=ranks_per_gpu,
+  ).items():
+    arguments.at_least(1)("ep.launch", name, count)
   if timeout_s is not None:
     arguments.seconds("ep.launch", "timeout_s", timeout_s)
   if grace_s:

@@ -8,7 +8,6 @@ import ast
 import io
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -293,32 +292,15 @@ def test_the_default_backend_runs(capsys, tmp_path, monkeypatch):
   assert "pip uninstall ep jax-ep;" in output
 
 
-def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
-  """The check reports that another package has replaced ep/__init__.py."""
-  shutil.copytree(os.path.dirname(ep.__file__), tmp_path / "ep")
-  (tmp_path / "ep/__init__.py").write_text('__version__ = "0.2.4"')
-  monkeypatch.syspath_prepend(tmp_path)
-  code, output = programs.run("-P", "-m", "ep", "info")
-  assert code == 1, output
-  assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
-
-
-@pytest.mark.parametrize(
-  "command, code, words",
-  [
-    ("info | true", 0, ""),
-    ("info >/dev/full", 1, "no space is left for the output"),
-  ],
-)
-def test_the_output_is_closed_or_full(command, code, words, tmp_path):
-  """Commands print to closed pipes and full disks."""
+def test_the_output_is_closed(tmp_path):
+  """Commands print to closed pipes."""
   done = subprocess.run(
-    ["bash", "-c", f"set -o pipefail; {sys.executable} -m ep {command}"],
+    ["bash", "-c", f"set -o pipefail; {sys.executable} -m ep info | true"],
     cwd=tmp_path,
     env=programs.environment(),
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
   )
-  assert done.returncode == code, done.stdout
-  assert "Traceback" not in done.stdout and words in done.stdout
+  assert done.returncode == 0, done.stdout
+  assert "Traceback" not in done.stdout
