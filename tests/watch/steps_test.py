@@ -156,7 +156,7 @@ def test_equal_processes_have_one_entry():
   records[3] = with_values(
     host="b", pid=7, begun=5, launched=5, stack="\x1b[2J"
   )
-  assert [*report(0, 6, records, {}, "")] == [
+  assert [*report(0, 6, records, "")] == [
     "ep.watch: process 0 of 6 stands still for 60 s. Step 5 is the first that"
     " some process has not finished:",
     '  process 3 (b, pid 7): has not begun step 5; finished step 4 ("train"),'
@@ -173,13 +173,15 @@ def test_ends_of_processes_are_told_apart():
   """The old record of a silent process does not count as the job's step."""
   records = {
     0: _WAITS,
-    1: with_values(begun=3, launched=3, finished=3),
+    1: with_values(
+      begun=3, launched=3, finished=3, silent_s=90.0, state="dead"
+    ),
     2: with_values(begun=5, launched=5, has_left=True, stack=""),
     3: with_values(raised="KeyError: 1", finished=6, has_left=True, stack=""),
     4: with_values(begun=9, launched=8),
     5: with_values(begun=9, launched=9, finished=8, name="b"),
   }
-  text = "\n".join(report(0, 6, records, {1: (90.0, "dead")}, ""))
+  text = "\n".join(report(0, 6, records, ""))
   assert "Step 5 is the first" in text
   for line in (
     "process 1 (a, pid 10): is dead. Its last record: has not begun step 3;"

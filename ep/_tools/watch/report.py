@@ -13,11 +13,7 @@ _MAX_NAMES = 8  # of hosts, or process ids
 
 
 def report(
-  me: int,
-  count: int,
-  records: Mapping[int, Record],
-  silent: Mapping[int, tuple[float, str]],
-  fault: str,
+  me: int, count: int, records: Mapping[int, Record], fault: str
 ) -> Iterator[str]:
   """Yields the lines of the report of process `me` of `count`.
 
@@ -25,12 +21,10 @@ def report(
     me: this process.
     count: the number of processes of the job.
     records: the known states of processes, `me` included.
-    silent: for a process that publishes no record any more: for how many
-      seconds, and its state, see `liveness.states`.
     fault: why the job's store cannot be used, or "".
   """
   # The last record of a silent process is old, but `me` is not silent.
-  step = min(r.finished for p, r in records.items() if p not in silent)
+  step = min(r.finished for r in records.values() if not r.silent_s)
   yield (
     f"ep.watch: process {me} of {count} stands still for"
     f" {records[me].still_s:.0f} s. Step {step} is the first that some process"
@@ -39,13 +33,11 @@ def report(
   groups: dict[tuple[int, str, str], list[int]] = collections.defaultdict(list)
   for process, record in records.items():
     order, what = _progress(record, step)
-    if process in silent:
-      order, what = -1, _silence(record, silent[process][1])
+    if record.silent_s:
+      order, what = -1, _silence(record)
     groups[order, what, record.stack].append(process)
   for (_, what, stack), found in sorted(groups.items()):
-    still_s = max(
-      silent[p][0] if p in silent else records[p].still_s for p in found
-    )
+    still_s = max(records[p].silent_s or records[p].still_s for p in found)
     where = _where([records[p] for p in found])
     calls = " Python:" if stack else ""
     yield f"  {_names(found)} ({where}): {what}, for {still_s:.0f} s.{calls}"
@@ -79,10 +71,10 @@ def _progress(record: Record, step: int) -> tuple[int, str]:
   return 5, f"has finished step {step}, and began {last}"
 
 
-def _silence(record: Record, state: str) -> str:
-  if state == "dead":
+def _silence(record: Record) -> str:
+  if record.state == "dead":
     why = "is dead"
-  elif state == "stopped":
+  elif record.state == "stopped":
     why = f"is stopped, by SIGSTOP or a debugger (kill -CONT {record.pid})"
   else:
     why = (

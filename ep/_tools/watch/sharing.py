@@ -36,6 +36,9 @@ class Record:
   raised: str  # the error that ended the last step, or ""
   has_left: bool  # the process left the context
   stack: str  # of Python, the latest call first
+  # Known only to a process that reads this record:
+  silent_s: float = 0.0  # time without a new record, if that is too long
+  state: str = ""  # of a silent process; see `liveness.states`
 
 
 class Sharing:
@@ -50,8 +53,6 @@ class Sharing:
 
   def __init__(self, record: Callable[[], Record], beat_s: float):
     self.records: dict[int, Record] = {}
-    # Processes without new records: since how many seconds, and their states.
-    self.silent: dict[int, tuple[float, str]] = {}
     self.is_reading = False
     self.silent_s = max(_SILENT_BEATS * beat_s, _SILENT_S)
     self._record, self._beat_s = record, beat_s
@@ -104,7 +105,7 @@ class Sharing:
       f"{_FOLDER}{self.me}", text, allow_overwrite=True
     )
     if not self.is_reading:
-      self.silent = {}  # of an earlier stall
+      self.records = {}  # of an earlier stall
       return
     found = self._client.key_value_dir_get(_FOLDER)
     records = {
@@ -112,7 +113,7 @@ class Sharing:
       for key, text in found
     }
     states = liveness.states(self._client)
-    now, silent = time.monotonic(), {}
+    now = time.monotonic()
     for process, record in records.items():
       before = self.records.get(process)
       if before is None or before.time != record.time:
@@ -121,5 +122,7 @@ class Sharing:
       if missing_s > self.silent_s and not record.has_left:
         # The clocks of two hosts may differ.
         missing_s = max(missing_s, time.time() - record.time)
-        silent[process] = missing_s, states.get(process, "")
-    self.records, self.silent = records, silent
+        records[process] = dataclasses.replace(
+          record, silent_s=missing_s, state=states.get(process, "")
+        )
+    self.records = records

@@ -157,7 +157,6 @@ class watch:  # noqa: N801 - used like a function
       sharing.me,
       compat.distributed_count(),
       sharing.records | {sharing.me: self._record()},
-      sharing.silent,
       sharing.fault(),
     )
 
