@@ -156,11 +156,8 @@ def describe(handle: EpHandle) -> RoutingSummary:
 
 def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
   """Returns the indices and values of the rows on devices of this process."""
-  if not isinstance(array, jax.Array) or array.is_fully_addressable:
-    whole = np.asarray(array)
-    return np.arange(len(whole), dtype=np.int32), whole
   rows: dict[int, np.ndarray] = {}
-  for shard in array.addressable_shards:
+  for shard in jax.numpy.asarray(array).addressable_shards:
     first = shard.index[0].start or 0
     rows.update(enumerate(np.asarray(shard.data), start=first))
   which = sorted(rows)
