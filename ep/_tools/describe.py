@@ -118,8 +118,8 @@ def describe(handle: EpHandle) -> RoutingSummary:
   counts = (
     handle.token_counts,
     handle.group_sizes,
-    handle.dropped_counts,
     handle.total_recv_tokens,
+    handle.dropped_counts,
   )
   if any(isinstance(x, jax.core.Tracer) for x in counts):
     raise TypeError(
@@ -142,16 +142,9 @@ def describe(handle: EpHandle) -> RoutingSummary:
       f" [R, L] = [{ranks}, {local}] is expected; of stacked handles, take one:"
       " jax.tree.map(lambda x: x[i], handles)."
     )
-  token_counts, group_sizes, dropped_counts, totals = rows
-  return RoutingSummary(
-    layer,
-    here,
-    handle.capacity,
-    token_counts,
-    group_sizes,
-    totals[:, 0],
-    dropped_counts,
-  )
+  tokens, sizes, totals, dropped = rows
+  counted = tokens, sizes, totals[:, 0], dropped
+  return RoutingSummary(layer, here, handle.capacity, *counted)
 
 
 def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:

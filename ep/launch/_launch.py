@@ -110,8 +110,7 @@ def launch(
     ranks_per_gpu=ranks_per_gpu,
   ).items():
     arguments.at_least(1)("ep.launch", name, count)
-  if timeout_s is not None:
-    arguments.seconds("ep.launch", "timeout_s", timeout_s)
+  arguments.optional(arguments.seconds)("ep.launch", "timeout_s", timeout_s)
   if grace_s:
     arguments.seconds("ep.launch", "grace_s", grace_s)
   outputs = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")

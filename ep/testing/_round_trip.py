@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
+import copy
 import functools
 from typing import Any
 
@@ -57,10 +58,8 @@ class RoundTrip(Trial):
         for ((_, factor), _), x in zip(calls, received, strict=True)
       ]
 
-    def with_scales(
-      topk_idx: Any, tokens: Any, weights: Any, scales: Any
-    ) -> Received:
-      received = dispatch(tokens, topk_idx, weights, scales)
+    def with_scales(topk_idx: Any, tokens: Any, *others: Any) -> Received:
+      received = dispatch(tokens, topk_idx, *others)
       return checked(received, tokens.dtype)._replace(state=())
 
     ranks = PartitionSpec("ep")
@@ -82,23 +81,19 @@ class RoundTrip(Trial):
     function = on_ranks(of_rank)
     super().__init__(transport, setting, lambda *call: function(call)[0])
 
-  def interleaved(
-    self, *calls: tuple[RoundTripOracle, Any]
-  ) -> list[tuple[Any, Any]]:
+  def interleaved(self, *calls: tuple[RoundTripOracle, Any]) -> Any:
     """Returns the results of `forward` for each oracle and its inputs.
 
     One program runs all dispatches, then all combines, and then all combines
     again with negative rows.
     """
     placed = [tuple(self._place(x.route, inputs)) for x, inputs in calls]
-    results: list[tuple[Any, Any]] = self.finish(self._interleaved(*placed))
-    return results
+    return self.finish(self._interleaved(*placed))
 
-  def with_scales(self, oracle: RoundTripOracle, inputs: Any) -> Received:
+  def with_scales(self, oracle: RoundTripOracle, inputs: Any) -> Any:
     """Returns the received rows, weights and scales."""
     placed = self._place(oracle.route[0], *inputs)
-    received: Received = self.finish(self._with_scales(*placed))
-    return received
+    return self.finish(self._with_scales(*placed))
 
   def oracle(self, topk_idx: np.ndarray) -> RoundTripOracle:
     setting = self.setting
@@ -159,7 +154,7 @@ class RoundTripOracle(Oracle):
 
     The expected results do not change.
     """
-    other = self._with(self._routing)
+    other = copy.copy(self)
     topk_idx, factor = self.route
     nan = np.float32(np.nan)
     other.route = topk_idx, np.where(self.holds_token, factor, nan)

@@ -46,10 +46,9 @@ class Oracle(abc.ABC):
   def inputs(self, rng: np.random.Generator, numbers: str) -> tuple[Any, ...]:
     """Draws tokens and weights; returns them with the parameters, if any."""
 
-  def cotangent(self, rng: np.random.Generator, numbers: str) -> np.ndarray:
+  def cotangent(self, rng: np.random.Generator, numbers: str) -> Any:
     """Draws a cotangent of the result, which has the type of the tokens."""
-    tokens: np.ndarray = self.inputs(rng, numbers)[0]
-    return tokens
+    return self.inputs(rng, numbers)[0]
 
   def by_name(self, grads: Any) -> dict[str, Any]:
     """Returns the gradients by the names of inputs in `pullback`."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 import itertools
@@ -211,31 +211,28 @@ class Draw:
     )
 
 
+_TRIALS: dict[type[Subject], Callable[[Any, Setting], Trial]] = {
+  Transport: RoundTrip,
+  Layer: LayerTrial,
+  GroupedMatmul: MatmulTrial,
+}
+
+
 class Bench:
   """The object under test, with the `Trial` and the oracles of each setting."""
 
   def __init__(self, subject: Subject):
-    self._subject = subject
-    self._trial = functools.cache(self._build)
-    self._oracle = functools.cache(self._draw)
+    (trial,) = (_TRIALS[x] for x in _TRIALS if isinstance(subject, x))
+    self._trial = functools.cache(functools.partial(trial, subject))
+    self._oracles: dict[Variant, Oracle] = {}
 
-  def begin(self, variant: Variant) -> tuple[Any, Any, np.random.Generator]:
+  def begin(
+    self, variant: Variant
+  ) -> tuple[Trial, Oracle, np.random.Generator]:
     """Returns a trial, the oracle of the routing, and a random generator."""
-    rng = np.random.default_rng([*_seeds(variant), 1])
-    return self._trial(variant.setting), self._oracle(variant), rng
-
-  def _build(self, setting: Setting) -> Trial:
-    if isinstance(self._subject, Layer):
-      return LayerTrial(self._subject, setting)
-    if isinstance(self._subject, Transport):
-      return RoundTrip(self._subject, setting)
-    assert isinstance(self._subject, GroupedMatmul)
-    return MatmulTrial(self._subject, setting)
-
-  def _draw(self, variant: Variant) -> Oracle:
-    rng = np.random.default_rng(_seeds(variant))
-    return self._trial(variant.setting).routed(ROUTINGS[variant.routing], rng)
-
-
-def _seeds(variant: Variant) -> list[int]:
-  return [variant.seed, *variant.routing.encode()]
+    trial = self._trial(variant.setting)
+    seeds = [variant.seed, *variant.routing.encode()]
+    if variant not in self._oracles:
+      rng = np.random.default_rng(seeds)
+      self._oracles[variant] = trial.routed(ROUTINGS[variant.routing], rng)
+    return trial, self._oracles[variant], np.random.default_rng([*seeds, 1])

@@ -43,6 +43,9 @@ class Instruction:
   line: str
   uses: tuple[str, ...]  # operands, and computations that it calls
 
+  def __str__(self) -> str:
+    return f"{self.opcode} {self.op_name}"
+
   @property
   def op_name(self) -> str:
     """The path of scopes and primitives that JAX gave it, or ""."""

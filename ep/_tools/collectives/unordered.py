@@ -63,7 +63,7 @@ def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
   """
   program = Program(as_text("assert_ordered_collectives", compiled))
   unordered = [
-    f"\n  {_name(collective)} beside {_name(loop)}"
+    f"\n  {collective} beside {loop}"
     for loop, collective in program.unordered()
   ]
   if unordered:
@@ -130,10 +130,6 @@ class Program:
 
   def _called(self, x: Instruction) -> Iterable[str]:
     return filter(self._computations.__contains__, x.uses)
-
-
-def _name(x: Instruction) -> str:
-  return f"{x.opcode} {x.op_name}"
 
 
 def _is_op(x: Instruction) -> bool:

@@ -126,39 +126,32 @@ class watch:  # noqa: N801 - used like a function
 
   def _look(self) -> None:
     """Runs in a thread: finds that the process stands still."""
-    report_at, is_told = math.inf, False
+    report_at, is_told, sharing = math.inf, False, self._sharing
     while not self._stop.wait(min(_MAX_POLL_S, self._beat_s)):
       self._steps.poll()
       now = time.monotonic()
       still_s = now - self._steps.changed
       if still_s < self._stall_s:
         if is_told:
-          self._print(f"ep.watch: process {self._sharing.me} goes on.")
+          self._print(f"ep.watch: process {sharing.me} goes on.")
         report_at, is_told = math.inf, False
-        self._sharing.is_reading = False
-      elif not self._sharing.is_reading:
-        self._sharing.is_reading = True
+        sharing.is_reading = False
+      elif not sharing.is_reading:
+        sharing.is_reading = True
         # Then a process without a new record is silent.
-        report_at = now + self._sharing.silent_s + 2 * self._beat_s
+        report_at = now + sharing.silent_s + 2 * self._beat_s
       elif not is_told and now > report_at:
-        self._print("\n".join(self._report()))
+        records = sharing.records | {sharing.me: self._record()}
+        count, fault = compat.distributed_count(), sharing.fault()
+        self._print("\n".join(report(sharing.me, count, records, fault)))
         is_told = True
       elif is_told and still_s > self._stall_s + self._exit_after_s:
         self._print(
-          f"ep.watch: process {self._sharing.me} ends: exit_after_s ="
+          f"ep.watch: process {sharing.me} ends: exit_after_s ="
           f" {self._exit_after_s:g} s later it still stands still."
         )
         ending.within_limit(_OUTPUT_S, ending.exit_now, _EXIT_CODE)
         os._exit(_EXIT_CODE)  # without the output that blocks
-
-  def _report(self) -> Iterator[str]:
-    sharing = self._sharing
-    return report(
-      sharing.me,
-      compat.distributed_count(),
-      sharing.records | {sharing.me: self._record()},
-      sharing.fault(),
-    )
 
   def _print(self, text: str) -> None:
     def write() -> None:
