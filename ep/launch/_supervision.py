@@ -67,7 +67,7 @@ def watch(
       return any(rank.told("ending") for rank in still_running())
 
     wait(timeout_at, lambda: signals or failed)
-    grace_at = min(timeout_at, _in(grace_s))
+    grace_at = min(timeout_at, time.monotonic() + grace_s)
     if failed:  # a rank that is still ending may have failed first
       wait(grace_at, lambda: signals or not is_ending())
     if failed and not signals:
@@ -75,11 +75,11 @@ def watch(
     if signals:
       for rank in ranks:
         rank.send_signal(signals[0])
-      wait(_in(grace_s))
+      wait(time.monotonic() + grace_s)
     causes, stuck = [*failed], still_running()
     for rank in stuck:
       rank.send_signal(signal.SIGABRT)  # faulthandler dumps the rank's stacks
-    wait(_in(_KILL_AFTER_S))
+    wait(time.monotonic() + _KILL_AFTER_S)
 
   if signals:
     _say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
@@ -90,16 +90,12 @@ def watch(
 
 
 def _report(
-  ranks: Sequence[Process],
-  failed: Sequence[Process],
-  stuck: Sequence[Process],
+  ranks: Sequence[Process], failed: Sequence[Process], stuck: Sequence[Process]
 ) -> int:
   """Prints how the job ended; returns the exit code of `launch`.
 
-  Args:
-    ranks: all ranks.
-    failed: the failed processes, the first one first.
-    stuck: the ranks that did not end by themselves.
+  `failed` begins with the process that failed first. `stuck` are the ranks that
+  did not end by themselves.
   """
   if not (failed or stuck):
     return 0
@@ -143,10 +139,6 @@ def _name_lone(ranks: Sequence[Process]) -> int:
       " JAX.\n",
     )
   return len(alone)
-
-
-def _in(seconds: float) -> float:
-  return time.monotonic() + seconds
 
 
 def _say_of(process: Process, what: str, with_log: bool = False) -> None:
