@@ -180,10 +180,3 @@ def test_no_operation_of_jax_computes_all_rows():
   }
   assert {"ep_map_used_rows", "ep_grouped_matmul"} <= names
   assert not {n for n in names if not n.startswith("ep_")}
-
-
-def test_matrices_are_passed_by_name():
-  case = Case(layer("ep4"))
-  routed = case.tokens(), case.topk_idx, case.weights()
-  with pytest.raises(TypeError, match=r'"moe"\): .*by name: w_up=\.\.\.'):
-    ep.moe_layer(case.layer, *routed, case.tokens(), case.tokens())

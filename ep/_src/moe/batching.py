@@ -12,7 +12,6 @@ that visit no expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import math
 from typing import Any
 
@@ -25,12 +24,12 @@ from ep._src.ops import views
 
 
 def examples(
-  fn: Callable[..., tuple[Any, Any]], tokens: Any, others: Any, pad: bool
-) -> tuple[Any, Any]:
+  fn: Callable[..., tuple[jax.Array, Any]], tokens: Any, others: Any, pad: bool
+) -> tuple[jax.Array, Any]:
   """Returns `fn(tokens, others, pad)`, with one call for all of a `vmap`.
 
   `fn` maps token arrays with any leading axes, and arrays without a token axis,
-  to token arrays and a summary of all tokens. Under `vmap` over token arrays
+  to a token array and a summary of all tokens. Under `vmap` over token arrays
   alone, each example gets the summary of all examples, and `pad` is True: the
   first axis is the axis of examples, of any number.
 
@@ -43,21 +42,15 @@ def examples(
   leaves, tree = jax.tree.flatten(tokens)
   trees: list[Any] = []
 
-  def call(*leaves: Any) -> tuple[list[Any], list[Any]]:
+  def call(*leaves: Any) -> list[Any]:
     tokens = jax.tree.unflatten(tree, leaves)
-    outs, summary = examples(fn, tokens, others, pad=True)
-    outs, out_tree = jax.tree.flatten(outs)
-    summary, summary_tree = jax.tree.flatten(summary)
-    trees[:] = out_tree, summary_tree
-    return outs, summary
+    out, summary = examples(fn, tokens, others, pad=True)
+    results, summary_tree = jax.tree.flatten(summary)
+    trees.append(summary_tree)
+    return [out, *results]
 
-  results = _examples_p.bind(*leaves, call=call)
-  out_tree, summary_tree = trees
-  n = out_tree.num_leaves
-  return (
-    jax.tree.unflatten(out_tree, results[:n]),
-    jax.tree.unflatten(summary_tree, results[n:]),
-  )
+  out, *results = _examples_p.bind(*leaves, call=call)
+  return out, jax.tree.unflatten(trees[0], results)
 
 
 # This primitive needs only a batching rule: `examples` binds it only under
@@ -68,7 +61,7 @@ _examples_p.multiple_results = True
 
 def _call_once(
   leaves: Sequence[Any], dims: Sequence[int | None], *, call: Callable[..., Any]
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[Any], list[int | None]]:
   (size,) = {
     x.shape[d] for x, d in zip(leaves, dims, strict=True) if d is not None
   }
@@ -78,58 +71,11 @@ def _call_once(
     else jnp.moveaxis(x, d, 0)
     for x, d in zip(leaves, dims, strict=True)
   ]
-  outs, summary = call(*whole)
-  return outs + summary, [0] * len(outs) + [None] * len(summary)
+  results = call(*whole)
+  return results, [0, *[None] * (len(results) - 1)]
 
 
 compat.batching.primitive_batchers[_examples_p] = _call_once
-
-
-@dataclasses.dataclass(frozen=True)
-class Padding:
-  """The tokens to add to [*lead, ...], so that R ranks get equal parts.
-
-  Arrays do not change if the first axis is a multiple of R, or in the local
-  view, where a rank has any number of tokens. Differentiable.
-
-  Attributes:
-    lead: the leading axes of the tokens.
-    count: the number of added tokens, after the flattened leading axes; None if
-      arrays do not change.
-  """
-
-  lead: tuple[int, ...]
-  count: int | None = None
-
-  @classmethod
-  def of(cls, view: views.View, lead: Sequence[int]) -> Padding:
-    """Returns the smallest padding for tokens [*lead, ...] in a view."""
-    lead, ranks = tuple(lead), view.group.num_token_ranks
-    if view.is_local or (lead and lead[0] % ranks == 0):
-      return cls(lead)
-    return cls(lead, -math.prod(lead) % ranks)
-
-  def add(self, array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
-    """Flattens [*lead, ...] to [tokens, ...]; appends tokens equal to `value`.
-
-    The result is replicated; `RankFunction` splits it over the ranks.
-    """
-    if self.count is None:
-      return array
-    rest = array.shape[len(self.lead) :]
-    array = _whole(array).reshape(math.prod(self.lead), *rest)
-    widths = [(0, self.count), *[(0, 0)] * len(rest)]
-    return jnp.pad(array, widths, constant_values=value)
-
-  def remove(self, array: jax.Array) -> jax.Array:
-    """Cuts the added tokens off [tokens, ...], and returns [*lead, ...].
-
-    The result is replicated, because it cannot be split over the ranks.
-    """
-    if self.count is None:
-      return array
-    array = _whole(array)[: math.prod(self.lead)]
-    return array.reshape(*self.lead, *array.shape[1:])
 
 
 def padded(
@@ -145,24 +91,36 @@ def padded(
     name: the name of the first token array, for messages.
     fills: for each token array, the value of its added tokens.
     run: a function of the padded token arrays, `others`, the shape of one
-      rank's tokens and the `Padding`. It returns the tokens' outputs and a
-      summary.
+      rank's tokens, and the number of tokens before the added ones, or None if
+      arrays do not change. It returns the tokens' outputs and a summary.
+
+  Padding flattens the leading axes and appends tokens, so that R ranks get
+  equal parts. Arrays do not change if the first axis is a multiple of R, or in
+  the local view, where a rank has any number of tokens. Padded arrays and their
+  results are replicated; `RankFunction` splits the arrays over the ranks.
   """
+  ranks = view.group.num_token_ranks
 
   def call(
     tokens: Sequence[Any], others: Any, pad: bool
   ) -> tuple[jax.Array, Any]:
-    lead, arrays = tokens[0].shape[:-1], tokens
-    padding = Padding.of(view, lead) if pad else Padding(lead)
-    if padding.count is not None:
+    lead, arrays, size = tokens[0].shape[:-1], tokens, None
+    if pad and not (view.is_local or (lead and lead[0] % ranks == 0)):
+      size = math.prod(lead)
+
+      def add(x: jax.Array, fill: jax.typing.ArrayLike) -> jax.Array:
+        x = _whole(x).reshape(size, *x.shape[len(lead) :])
+        widths = [(0, -size % ranks), *[(0, 0)] * (x.ndim - 1)]
+        return jnp.pad(x, widths, constant_values=fill)
+
       arrays = [
-        x if x is None else padding.add(x, fill)
+        x if x is None else add(x, fill)
         for x, fill in zip(tokens, fills, strict=True)
       ]
     token_shape = view.lead(name, arrays[0].shape)
-    outs, summary = run(arrays, others, token_shape, padding)
-    if padding.count is not None:
-      outs = padding.remove(outs)
+    outs, summary = run(arrays, others, token_shape, size)
+    if size is not None:
+      outs = _whole(outs)[:size].reshape(*lead, *outs.shape[1:])
     sharding = jax.typeof(tokens[0]).sharding  # along Explicit axes
     with jax.named_scope("ep_reshard"):
       outs = views.resharded(sharding.mesh, sharding.spec, outs)

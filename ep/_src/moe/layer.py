@@ -21,7 +21,6 @@ from ep._src.base.layer import EpLayerConfig
 from ep._src.base.meshes import Mesh
 from ep._src.group.bootstrap import ep_bootstrap
 from ep._src.moe import batching, forward, parameters, router
-from ep._src.moe.batching import Padding
 from ep._src.moe.config import layer_of, MoEConfig, num_slots
 from ep._src.moe.losses import Metrics
 from ep._src.moe.parameters import State
@@ -253,15 +252,15 @@ class MoE:
     tokens: Sequence[Any],
     others: Sequence[Any],
     token_shape: tuple[int, ...],
-    padding: Padding,
+    size: int | None,
   ) -> tuple[jax.Array, Metrics]:
     """Applies the layer to padded tokens in a view."""
     config, layer = self.config, self.ep_layer
     x, mask, *ids = tokens
-    if padding.count is not None:
+    if size is not None:
       config = dataclasses.replace(config, balance="batch")
       if mask is None:
-        mask = padding.add(jnp.ones(padding.lead, bool), False)
+        mask = arrays.iota(len(x)) < size
     arguments.check(
       config.balance == "batch" or x.ndim > 2 or view.is_local,
       view.op,

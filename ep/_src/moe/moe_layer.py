@@ -17,7 +17,6 @@ from ep._src.base.layer import check_layer, EpLayerConfig
 from ep._src.matmul import implementations
 from ep._src.matmul.implementations import Implementation
 from ep._src.moe import batching
-from ep._src.moe.batching import Padding
 from ep._src.moe.chunks import through_experts
 from ep._src.moe.experts import Activation, Experts, Network
 from ep._src.ops.dispatch import check_rows
@@ -65,7 +64,7 @@ def moe_layer(
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
-  *positional: jax.Array,
+  *,
   w_up: jax.Array | None = None,
   w_down: jax.Array | None = None,
   w_gate: jax.Array | None = None,
@@ -160,8 +159,6 @@ def moe_layer(
   implementations.check(op, implementation)
   arguments.flag(op, "return_handle", return_handle)
   arguments.flag(op, "pad", pad)
-  if positional:
-    w_up = None  # refused below
   given = _given(op, experts, params, w_up=w_up, w_down=w_down, w_gate=w_gate)
   network = Experts(activation, network=experts, implementation=implementation)
   topk_idx = arrays.array(op, "topk_idx", topk_idx)
@@ -213,10 +210,10 @@ def _run(
   routed: Sequence[jax.Array],
   params: Any,
   token_shape: tuple[int, ...],
-  padding: Padding,
+  size: int | None,
 ) -> tuple[jax.Array, EpHandle]:
-  """Applies the layer to padded tokens in a view."""
-  del padding
+  """Applies the layer in a view to `size` tokens, then to added ones."""
+  del size
   num_tokens = math.prod(token_shape)
   layer.check_tokens(view.op, num_tokens)
   sizes = layer.sizes(num_tokens, tail="unspecified")
