@@ -320,14 +320,11 @@ def test_choices_and_gradients_agree_with_the_map(axis_type):
 
 @of_one_process
 def test_a_row_with_too_many_experts():
-  """An eager call names the row. Otherwise ep_prepare raises the error."""
+  """Its ids are minus the number of experts, which ep_prepare refuses."""
   a_layer = layer()
   routing_map, probs = draw_map((4 * T,))
   row = 2 * T + 1
   routing_map[row] = np.arange(E) < K + 2
-  message = rf"routing_map\[{row}\] marks {K + 2} experts, \[0, 1, 2, 3, 4\]"
-  with pytest.raises(ValueError, match=message):
-    ep.topk_from_map(routing_map, probs, K)
 
   def choose(routing_map, probs):
     return ep.topk_from_map(routing_map, probs, K)

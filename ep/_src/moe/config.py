@@ -166,15 +166,16 @@ class MoEConfig(NotCopied):
       f"tp_axis and fsdp_axis are both {self.tp_axis!r}, but they split"
       " different axes of a matrix; name two mesh axes.",
     )
-    arguments.check(
-      self.top_k <= self.num_experts,
-      what,
-      f"top_k = {self.top_k}, but it must be in 1..num_experts ="
-      f" {self.num_experts}.",
-    )
     self.rule.check(what, self.num_experts)
     implementations.check(what, self.implementation)
-    self._check_deterministic(what)
+    for name, only in dict(token_chunks=1, implementation=None).items():
+      arguments.check(
+        not self.deterministic or getattr(self, name) == only,
+        what,
+        f"{name} = {getattr(self, name)!r}, but deterministic = True promises"
+        " one order of sums, of whole batches and of ep's own products; pass"
+        f" {name} = {only}.",
+      )
     if self.wire is not None:
       quantizers.check_width(what, self.hidden, self.wire)
     arguments.check(
@@ -182,22 +183,6 @@ class MoEConfig(NotCopied):
       what,
       "up_activation is given, but gated = False; without gates, `activation`"
       " is applied to x @ w_up.",
-    )
-
-  def _check_deterministic(self, what: str) -> None:
-    arguments.check(
-      self.token_chunks == 1 or not self.deterministic,
-      what,
-      f"token_chunks = {self.token_chunks}, but deterministic = True promises"
-      " the same bits for every split of the ranks into mesh axes, on which a"
-      " sum over chunks depends; pass token_chunks = 1.",
-    )
-    arguments.check(
-      self.implementation is None or not self.deterministic,
-      what,
-      f"implementation = {self.implementation!r}, but deterministic = True"
-      " promises the order of sums of ep's own products; pass implementation ="
-      " None.",
     )
 
   def __repr__(self) -> str:
@@ -258,15 +243,6 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     ' backend="xla".',
   )
   _check_axes(what, group, config)
-  holds_any_routing = (
-    config.capacity_factor is None and group.recv_capacity_per_rank is None
-  )
-  arguments.check(
-    config.drop_by in (None, "slot") or not holds_any_routing,
-    what,
-    f"drop_by = {config.drop_by!r}, but capacity_factor = None leaves room for"
-    " any routing; give a factor, such as 1.25.",
-  )
   layer = EpLayerConfig(
     group,
     top_k=config.top_k,

@@ -113,9 +113,6 @@ def _route(
   if config.router_bias:
     router_bias = params["router_bias"].astype(jnp.float32)
     logits += jnp.broadcast_to(router_bias, logits.shape)
-  forced_idx, captured_idx = jax.tree.map(
-    arrays.int32, (forced_idx, captured_idx)
-  )
   topk_idx, topk_weights = router.choose(
     config.rule, logits, bias, mask, forced_idx, captured_idx
   )

@@ -227,22 +227,25 @@ class MoE:
     config, group = self.config, self.ep_layer.group
     op = f'MoE(layer "{self.ep_layer.name}")'
     arguments.flag(op, "pad", pad)
-    bias = None if state is None else _bias(op, state)
+    bias = None if state is None else _bias(op, config, state)
     x = jnp.asarray(x)
-    if mask is not None:
-      mask = jnp.asarray(mask)
-    if forced_idx is not None:
-      forced_idx = arrays.array(op, "forced_idx", forced_idx)
-    if captured_idx is not None:
-      captured_idx = arrays.array(op, "captured_idx", captured_idx)
     view = View.of(group, op)
     _check_params(op, self, params, x.dtype, view.is_local)
     if placement is not None:
       _check_placement(op, group, placement)
-    _check_tokens(op, config, x, bias, mask, forced_idx, captured_idx)
-    config.rule.check_call(op, config.num_experts, forced_idx, captured_idx)
+    arguments.check(
+      x.ndim > 0 and x.shape[-1] == config.hidden,
+      op,
+      f"x has shape {x.shape}, but [..., {config.hidden}] is expected: tokens"
+      " of the config's hidden size.",
+    )
+    lead = x.shape[:-1]
+    mask = router.checked(op, "mask", mask, lead, jnp.bool_)
+    ids = config.rule.check_call(
+      op, config.num_experts, lead, forced_idx, captured_idx
+    )
     run = batching.padded(view, "x", _FILLS, functools.partial(self._run, view))
-    tokens = x, mask, forced_idx, captured_idx
+    tokens = x, mask, *ids
     others = dict(params), bias, placement
     return batching.examples(run, tokens, others, pad)
 
@@ -254,7 +257,7 @@ class MoE:
     token_shape: tuple[int, ...],
     size: int | None,
   ) -> tuple[jax.Array, Metrics]:
-    """Applies the layer to padded tokens in a view."""
+    """Applies the layer in a view to `size` tokens, then to added ones."""
     config, layer = self.config, self.ep_layer
     x, mask, *ids = tokens
     if size is not None:
@@ -306,24 +309,16 @@ def _bootstrap(
   )
 
 
-def _bias(op: str, state: State) -> jax.Array:
-  if not isinstance(state, State):
-    raise TypeError(
-      f"{op}: state is a {type(state).__name__}, but an ep.moe.State is"
-      " expected, as from init_state(); of a bias, ep.moe.State(bias)."
-    )
+def _bias(op: str, config: MoEConfig, state: State) -> Any:
+  cure = "pass init_state(), or of a bias, ep.moe.State(bias)"
+  arguments.check_type(op, "state", state, State, cure)
   bias = arrays.float32(op, "state.bias", state.bias)
-  router.check_bias(op, "state.bias", bias)
-  return bias
+  shape = (config.num_experts,)
+  return router.checked(op, "state.bias", bias, shape, jnp.floating)
 
 
 def _check_placement(op: str, group: EpGroup, placement: Placement) -> None:
   check_placement(op, "placement", placement, group.num_expert_slots)
-  arguments.check(
-    placement.experts.ndim == 1,
-    op,
-    "placement is of several layers; pass the placement of one layer.",
-  )
   arguments.check(
     group.num_experts == group.num_expert_slots,
     op,
@@ -331,42 +326,6 @@ def _check_placement(op: str, group: EpGroup, placement: Placement) -> None:
     f" num_experts = {group.num_experts}; bootstrap it with the number of"
     " slots, or give ep.MoE a mesh.",
   )
-
-
-def _check_tokens(
-  op: str,
-  config: MoEConfig,
-  x: jax.Array,
-  bias: jax.Array | None,
-  mask: jax.Array | None,
-  forced_idx: jax.Array | None,
-  captured_idx: jax.Array | None,
-) -> None:
-  arguments.check(
-    x.ndim > 0 and x.shape[-1] == config.hidden,
-    op,
-    f"x has shape {x.shape}, but [..., {config.hidden}] is expected: tokens of"
-    " the config's hidden size.",
-  )
-  lead, choices = x.shape[:-1], (*x.shape[:-1], config.top_k)
-  for name, array, shape, kind, what in [
-    ("bias", bias, (config.num_experts,), jnp.floating, "a float"),
-    ("mask", mask, lead, jnp.bool_, "a bool"),
-    ("forced_idx", forced_idx, choices, jnp.integer, "an integer"),
-    ("captured_idx", captured_idx, choices, jnp.integer, "an integer"),
-  ]:
-    if array is None:
-      continue
-    if not jnp.issubdtype(array.dtype, kind):
-      raise TypeError(
-        f"{op}: {name} is {array.dtype}, but {what} array is expected."
-      )
-    arguments.check(
-      array.shape == shape,
-      op,
-      f"{name} has shape {array.shape}, but {shape} is expected for x of shape"
-      f" {x.shape}.",
-    )
 
 
 def _check_params(

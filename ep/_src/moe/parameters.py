@@ -48,11 +48,12 @@ def init(
   Raises:
     TypeError: the dtype is no float dtype, or the config no `ep.MoEConfig`.
   """
-  check_config("ep.moe.init", config)
-  dtype = arrays.dtype("ep.moe.init", "dtype", dtype)
+  what = "ep.moe.init"
+  check_config(what, config)
+  dtype = arrays.dtype(what, "dtype", dtype)
   if not jnp.issubdtype(dtype, jnp.floating):
     raise TypeError(
-      f"ep.moe.init: dtype = {dtype}, but parameters are drawn as floats; pass"
+      f"{what}: dtype = {dtype}, but parameters are drawn as floats; pass"
       " a dtype such as jnp.bfloat16."
     )
   params = {}
@@ -86,10 +87,7 @@ def partition_specs(
   what = "ep.moe.partition_specs"
   check_config(what, config)
   axis_name = arguments.string(what, "axis_name", axis_name)
-  lead = arguments.integer(what, "lead", lead)
-  arguments.check(
-    lead >= 0, what, f"lead = {lead}, but it is a number of axes."
-  )
+  lead = arguments.at_least(0)(what, "lead", lead)
   return specs_of(config, axis_name, lead)
 
 
@@ -139,13 +137,7 @@ def with_slots(
       array has fewer axes than its spec.
   """
   what = "ep.moe.with_slots"
-  num_slots = arguments.integer(what, "num_slots", num_slots)
-  arguments.check(
-    num_slots > 0,
-    what,
-    f"num_slots = {num_slots}, but there must be a slot; pass"
-    " MoE.num_expert_slots, or the number of experts.",
-  )
+  num_slots = arguments.at_least(1)(what, "num_slots", num_slots)
   axis_name = arguments.string(what, "axis_name", axis_name)
 
   def of(x: Any, spec: PartitionSpec) -> Any:
@@ -172,12 +164,8 @@ def with_slots(
 
 
 def check_config(what: str, config: MoEConfig) -> None:
-  """Raises `TypeError` unless `config` is a `MoEConfig`."""
-  if not isinstance(config, MoEConfig):
-    raise TypeError(
-      f"{what}: config is a {type(config).__name__}, but an ep.MoEConfig is"
-      " expected."
-    )
+  cure = "pass ep.MoEConfig(...), or one of ep.presets"
+  arguments.check_type(what, "config", config, MoEConfig, cure)
 
 
 def split_axis(spec: PartitionSpec, axis_name: str) -> int | None:

@@ -36,8 +36,13 @@ class Rule(NamedTuple):
   def check(self, op: str, num_experts: int) -> None:
     """Raises unless the arguments of the choice are valid and fit together."""
     top_k, num_groups, top_groups = self.top_k, self.num_groups, self.top_groups
-    for name in ("num_groups", "top_groups", "group_best"):
+    for name in ("top_k", "num_groups", "top_groups", "group_best"):
       arguments.integer(op, name, getattr(self, name))
+    arguments.check(
+      1 <= top_k <= num_experts,
+      op,
+      f"top_k = {top_k}, but it must be in 1..num_experts = {num_experts}.",
+    )
     arguments.check(
       num_groups >= 1 and num_experts % num_groups == 0,
       op,
@@ -68,10 +73,11 @@ class Rule(NamedTuple):
     self,
     op: str,
     num_experts: int,
-    forced_idx: jax.Array | None,
-    captured_idx: jax.Array | None,
-  ) -> None:
-    """Raises `ValueError` if there are two kinds of ids.
+    lead: tuple[int, ...],
+    forced_idx: Any,
+    captured_idx: Any,
+  ) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns both kinds of ids as arrays, of which only one may be given.
 
     Warns if every choice has the same weight.
     """
@@ -89,6 +95,11 @@ class Rule(NamedTuple):
         " trained by the output of its experts; pass normalize=False, as Switch"
         " Transformer and Llama 4 do."
       )
+    shape = *lead, self.top_k
+    return (
+      checked(op, "forced_idx", forced_idx, shape, jnp.integer),
+      checked(op, "captured_idx", captured_idx, shape, jnp.integer),
+    )
 
 
 def route_topk(
@@ -140,8 +151,7 @@ def route_topk(
       weights, so it gets no gradient. To balance the load without a loss term,
       raise it for idle experts and lower it for busy ones between steps (Wang
       et al., "Auxiliary-Loss-Free Load Balancing Strategy for
-      Mixture-of-Experts", arXiv 2408.15664). NaN and +inf are refused,
-      unless the bias is traced.
+      Mixture-of-Experts", arXiv 2408.15664).
     mask: `[...]` bool; tokens where it is False, such as the padding of a
       sequence, get ids -1 and weights 0 and are not sent. Their logits get no
       gradient, and may be NaN.
@@ -171,40 +181,23 @@ def route_topk(
     TypeError: an argument has another type or dtype.
   """
   op = "route_topk"
-  num_experts = logits.shape[-1]
-  top_k = arguments.integer(op, "top_k", top_k)
-  arguments.check(
-    1 <= top_k <= num_experts,
-    op,
-    f"top_k = {top_k}, but logits of shape {logits.shape} hold {num_experts} "
-    f"experts; choose between 1 and {num_experts}.",
-  )
+  *lead, num_experts = logits.shape
   check_score(op, score)
   arguments.flag(op, "normalize", normalize)
   if isinstance(scale, jax.Array):  # such as a learned scale
     scale = scale.astype(jnp.float32)
   else:
     scale = arguments.number(op, "scale", scale)
-  if selection_bias is not None:
-    arguments.check(
-      selection_bias.shape == (num_experts,),
-      op,
-      f"selection_bias has shape {selection_bias.shape}; it must hold one "
-      f"number per expert, shape {(num_experts,)}.",
-    )
-    check_bias(op, "selection_bias", selection_bias)
+  bias = checked(
+    op, "selection_bias", selection_bias, (num_experts,), jnp.floating
+  )
   rule = Rule(
     top_k, score, normalize, scale, num_groups, top_groups, group_best
   )
   rule.check(op, num_experts)
-  rule.check_call(op, num_experts, forced_idx, captured_idx)
+  ids = rule.check_call(op, num_experts, (*lead,), forced_idx, captured_idx)
   check_logits(op, logits, mask)
-  choices = *logits.shape[:-1], top_k
-  if forced_idx is not None:
-    forced_idx = _ids(op, "forced_idx", forced_idx, choices)
-  if captured_idx is not None:
-    captured_idx = _ids(op, "captured_idx", captured_idx, choices)
-  return choose(rule, logits, selection_bias, mask, forced_idx, captured_idx)
+  return choose(rule, logits, bias, mask, *ids)
 
 
 def choose(
@@ -218,6 +211,9 @@ def choose(
   """Does what `route_topk` does, for arguments that are checked already."""
   logits = masked_float32(logits, mask)
   log_scores = LOG_SCORES[rule.score](logits)
+  forced_idx, captured_idx = jax.tree.map(
+    arrays.int32, (forced_idx, captured_idx)
+  )
   if forced_idx is not None:
     topk_idx = forced_idx
   else:
@@ -260,68 +256,41 @@ def _weights(rule: Rule, chosen: jax.Array) -> jax.Array:
   return weights
 
 
-def check_bias(op: str, name: str, bias: jax.Array) -> None:
-  """Raises `ValueError` if an entry of a selection bias [E] is NaN or +inf.
-
-  Every token would choose such an expert. Accepts traced arrays.
-  """
-  if isinstance(bias, jax.core.Tracer):
-    return
-  if isinstance(bias, jax.Array):
-    if not bias.is_fully_replicated:
-      return
-    bias = bias.addressable_data(0)
-  entries = np.asarray(bias)
-  wrong = np.flatnonzero(np.isnan(entries) | (entries == np.inf))
-  if wrong.size:
-    at = int(wrong[0])
-    raise ValueError(
-      f"{op}: {name}[{at}] = {entries[at]}, so every token would choose expert"
-      f" {at}; pass finite numbers, or -inf for an expert that no token may"
-      " choose."
+def checked(
+  op: str, name: str, value: Any, shape: tuple[int, ...], kind: Any
+) -> Any:
+  """Returns an array of a shape and a kind of dtype, or None for None."""
+  if value is None:
+    return None
+  x = arrays.array(op, name, value)
+  if not jnp.issubdtype(x.dtype, kind):
+    raise TypeError(
+      f"{op}: {name} is {x.dtype}, but {_KINDS[kind]} are expected; convert it."
     )
-
-
-def _ids(
-  op: str, name: str, value: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-  ids = arrays.integers(op, name, value)
   arguments.check(
-    ids.shape == shape,
+    x.shape == shape,
     op,
-    f"{name} has shape {ids.shape}; it must hold top_k ids for each token, "
-    f"shape {shape}.",
+    f"{name} has shape {x.shape}, but {shape} is expected here.",
   )
-  return ids
+  return x
+
+
+_KINDS = {
+  jnp.floating: "floats",
+  jnp.integer: "integers",
+  jnp.bool_: "bools (x != 0)",
+}
 
 
 def check_score(op: str, score: Score) -> None:
   """Raises `ValueError` unless `score` is the name of a score."""
-  arguments.check(
-    score in LOG_SCORES,
-    op,
-    f"score = {score!r}; it must be one of {[*LOG_SCORES]}.",
-  )
+  arguments.one_of(*LOG_SCORES)(op, "score", score)
 
 
 def check_logits(op: str, logits: jax.Array, mask: jax.Array | None) -> None:
   """Raises unless the logits are floats, and the mask has a bool per token."""
-  if not jnp.issubdtype(logits.dtype, jnp.floating):
-    raise TypeError(
-      f"{op}: logits are {logits.dtype}, but floats are expected."
-    )
-  if mask is None:
-    return
-  if mask.dtype != bool:
-    raise TypeError(
-      f"{op}: mask is {mask.dtype}, but bools are expected; pass mask != 0."
-    )
-  arguments.check(
-    mask.shape == logits.shape[:-1],
-    op,
-    f"mask has shape {mask.shape}; it must hold one bool per token, shape "
-    f"{logits.shape[:-1]}.",
-  )
+  arrays.check_floats(op, "logits", logits)
+  checked(op, "mask", mask, logits.shape[:-1], jnp.bool_)
 
 
 def masked_float32(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -431,11 +400,9 @@ def topk_from_map(
   the map. Differentiable in `probs`; probabilities of unmarked experts get the
   gradient 0.
 
-  A row that marks more than `top_k` experts is an error. If this process has
-  the values of the whole map, the function raises. In a compiled program, or if
-  other processes have a part of the map, the row gets NaN weights and, as ids,
-  minus the number of marked experts. `ep_prepare` refuses these ids on every
-  rank, with an error that names the rank and the token.
+  A row that marks more than `top_k` experts gets NaN weights and, as ids, minus
+  the number of marked experts. `ep_prepare` refuses these ids on every rank,
+  with an error that names the rank and the token.
 
   Args:
     routing_map: bool [..., E], True where the token visits the expert.
@@ -447,39 +414,19 @@ def topk_from_map(
     `topk_weights` float32 [..., K], with 0 for unused choices.
 
   Raises:
-    ValueError: a shape or `top_k` does not fit, or a row marks too many.
+    ValueError: a shape or `top_k` does not fit.
     TypeError: the map is not bool, `probs` has no float dtype, or `top_k` is no
       integer.
   """
   op = "topk_from_map"
-  routing_map, probs = jnp.asarray(routing_map), jnp.asarray(probs)
-  top_k = arguments.integer(op, "top_k", top_k)
-  if routing_map.dtype != bool:
-    raise TypeError(
-      f"{op}: routing_map is {routing_map.dtype}, but a map of bools is"
-      " expected; pass routing_map != 0."
-    )
-  if not jnp.issubdtype(probs.dtype, jnp.floating):
-    raise TypeError(f"{op}: probs is {probs.dtype}, but a float is expected.")
-  arguments.check(
-    routing_map.ndim > 0 and routing_map.shape == probs.shape,
-    op,
-    f"routing_map has shape {routing_map.shape} and probs {probs.shape}, but"
-    " both must be [..., E], an entry for each token and expert.",
-  )
-  num_experts = routing_map.shape[-1]
-  arguments.check(
-    1 <= top_k <= num_experts,
-    op,
-    f"top_k = {top_k}, but maps of shape {routing_map.shape} have {num_experts}"
-    f" experts; choose between 1 and {num_experts}.",
-  )
-  is_traced = isinstance(routing_map, jax.core.Tracer)
-  if not is_traced and routing_map.is_fully_addressable:
-    _check_rows(op, np.asarray(routing_map), top_k)
-  # Among equal logits, `route_topk` chooses the lowest ids.
+  shape = np.shape(routing_map)
+  routing_map = checked(op, "routing_map", routing_map, shape, jnp.bool_)
+  probs = checked(op, "probs", probs, shape, jnp.floating)
+  rule = Rule(top_k, "softmax", False, 1.0, 1, 1, 1)
+  rule.check(op, shape[-1])
+  # Among equal logits, `choose` takes the lowest ids.
   marks = routing_map.astype(jnp.float32)
-  experts, _ = route_topk(marks, top_k, normalize=False)
+  experts, _ = choose(rule, marks, None, None, None, None)
   used = jnp.take_along_axis(routing_map, experts, axis=-1)
   weights = jnp.take_along_axis(probs, experts, axis=-1).astype(jnp.float32)
   count = routing_map.sum(axis=-1, keepdims=True, dtype=jnp.int32)
@@ -488,14 +435,3 @@ def topk_from_map(
     jnp.where(too_many, -count, jnp.where(used, experts, -1)),
     jnp.where(too_many, jnp.nan, jnp.where(used, weights, 0.0)),
   )
-
-
-def _check_rows(op: str, routing_map: np.ndarray, top_k: int) -> None:
-  counts = routing_map.sum(axis=-1)
-  if (counts > top_k).any():
-    row = tuple(np.argwhere(counts > top_k)[0].tolist())
-    raise ValueError(
-      f"{op}: routing_map[{', '.join(map(str, row))}] marks {counts[row]}"
-      f" experts, {np.flatnonzero(routing_map[row]).tolist()}, but top_k ="
-      f" {top_k}; raise top_k, or mark fewer."
-    )
