@@ -369,7 +369,7 @@ TABLE = {
       (dict(captured_idx=ids(N)), V, r"captured_idx has shape \(20,\)"),
       (dict(pad=1), F, "pad = 1 .*True or False"),
       (dict(config=dict(num_experts=7)), V, "slots with ep.moe.with_slots"),
-      (dict(placement=[1, 0]), F, "placement is a list, but an ep.Placement"),
+      (dict(placement=[1, 0]), F, "placement is a list, but an Placement"),
       (
         dict(placement=ep.Placement(range(E + 1))),
         V,
@@ -487,7 +487,7 @@ TABLE = {
       (dict(num_ranks=8.0), F, "ep.place: num_ranks = 8.0 .* an integer"),
       (dict(nodes=3), V, "num_ranks = 8 and nodes = 3, but"),
       (dict(nodes=0), V, "nodes = 0, but they must be positive"),
-      (dict(old=range(8)), F, "ep.place: old is a range, but an ep.Placement"),
+      (dict(old=range(8)), F, "ep.place: old is a range, but an Placement"),
       (dict(old=ep.Placement(range(4))), V, r"old has slots \(4,\)"),
       (
         dict(loads=np.ones((2, 1, 8)), old=ep.Placement(range(8))),
@@ -576,7 +576,7 @@ TABLE = {
       (dict(arrays={"w": zeros(7, 2)}), V, r"arrays\['w'\] of shape \(7, 2\)"),
       (dict(specs=PartitionSpec(None, "ep")), V, r"\(8, 2\): has not 8"),
       (dict(specs=BOTH), V, r"is split by \('dp', 'ep'\), but"),
-      (dict(old=[0, 1]), F, "old is a list, but an ep.Placement"),
+      (dict(old=[0, 1]), F, "old is a list, but an Placement"),
       (dict(new=ep.Placement(range(E + 1))), V, r"new has slots \(9,\), but"),
       (
         dict(new=ep.Placement([range(E)] * 3)),

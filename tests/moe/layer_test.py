@@ -416,7 +416,7 @@ def without_vma():
   "call, words",
   [
     (linearized, "can't apply forward-mode"),
-    (with_learned_slope, '"moe".*closes over values that are trac'),
+    (with_learned_slope, '"moe".*closes over traced values'),
     (without_vma, "tp_axis = 'dp' needs a jax.shard_map with check"),
   ],
 )

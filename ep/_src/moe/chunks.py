@@ -149,12 +149,6 @@ def _summed_as_jvp(
   return x, tangent.astype(x.dtype)
 
 
-_ANY_ROUTING = (
-  "a capacity for any routing (capacity_factor=None,"
-  " recv_capacity_per_rank=None)"
-)
-
-
 def _num_chunks(sizes: Sizes, experts: Experts) -> int:
   """Returns the number of chunks of a step that overflows; 1 if no step can.
 
@@ -176,18 +170,19 @@ def _num_chunks(sizes: Sizes, experts: Experts) -> int:
     " capacity_factor or recv_capacity_per_rank to that at least, and the"
     " larger it is, the fewer chunks.",
   )
+  why = ""
+  if experts.deterministic:
+    why = (
+      "deterministic = True promises the same bits for every split of the ranks"
+      " into mesh axes, but sums over chunks depend on it"
+    )
+  elif experts.is_traced():
+    why = "an activation closes over traced values, which get no gradient here"
   arguments.check(
-    not experts.deterministic,
+    not why,
     what,
-    "deterministic = True promises the same bits for every split of the ranks"
-    " into mesh axes, but sums over chunks depend on it; give the layer"
-    f" {_ANY_ROUTING}.",
-  )
-  arguments.check(
-    not experts.is_traced(),
-    what,
-    "an activation closes over values that are traced, which get no gradient"
-    f" here; give the layer {_ANY_ROUTING}.",
+    f"{why}; give the layer a capacity for any routing (capacity_factor=None,"
+    " recv_capacity_per_rank=None).",
   )
   return -(-sizes.T // chunk_tokens)
 

@@ -48,7 +48,7 @@ _CHECKS: dict[str, arguments.Check] = {
   "overflow": arguments.one_of(None, *OVERFLOW),
   "drop_by": arguments.one_of(*DROP_BY),
   "weigh": arguments.one_of(*typing.get_args(Weigh)),
-  "score": arguments.one_of(*typing.get_args(router.Score)),
+  "score": router.check_score,
   "balance": arguments.one_of("batch", "sequence"),
   "wire": arguments.one_of(*WIRES),
   "dtype": arguments.optional(token_dtype),

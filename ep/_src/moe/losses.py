@@ -81,7 +81,8 @@ def load_balancing_loss(
     TypeError: the logits are no floats, or the mask has no bools.
   """
   topk_idx = _checked("load_balancing_loss", logits, topk_idx, score, mask)
-  return _batch_balance(logits, topk_idx, score, mask).over(axis_name, psum)
+  terms = _balance(logits, topk_idx, score, mask, "batch")
+  return terms.over(axis_name, psum)
 
 
 def sequence_balancing_loss(
@@ -120,7 +121,7 @@ def sequence_balancing_loss(
     "of a sequence and the experts.",
   )
   topk_idx = _checked(op, logits, topk_idx, score, mask)
-  terms = _sequence_balance(logits, topk_idx, score, mask)
+  terms = _balance(logits, topk_idx, score, mask, "sequence")
   return terms.over(axis_name, psum)
 
 
@@ -158,7 +159,7 @@ def _checked(
   mask: jax.Array | None,
 ) -> jax.Array:
   """Returns `topk_idx` as int32; raises unless a loss's arguments fit."""
-  router.check_score(op, score)
+  router.check_score(op, "score", score)
   router.check_logits(op, logits, mask)
   topk_idx = arrays.integers(op, "topk_idx", topk_idx)
   arguments.check(
@@ -170,26 +171,18 @@ def _checked(
   return topk_idx
 
 
-def _batch_balance(
+def _balance(
   logits: jax.Array,
   topk_idx: jax.Array,
   score: router.Score,
   mask: jax.Array | None,
+  balance: str,
 ) -> _Terms:
-  """Returns the terms of `load_balancing_loss`."""
+  """Returns the terms of the loss that balances a "batch" or a "sequence"."""
   parts = _per_token(logits, topk_idx, score, mask)
-  lead = tuple(range(logits.ndim - 1))
-  return _Terms(tuple(x.sum(lead) for x in parts), _imbalance)
-
-
-def _sequence_balance(
-  logits: jax.Array,
-  topk_idx: jax.Array,
-  score: router.Score,
-  mask: jax.Array | None,
-) -> _Terms:
-  """Returns the terms of `sequence_balancing_loss`."""
-  parts = _per_token(logits, topk_idx, score, mask)
+  if balance == "batch":
+    lead = tuple(range(logits.ndim - 1))
+    return _Terms(tuple(x.sum(lead) for x in parts), _imbalance)
   choices, scores, tokens = (x.sum(logits.ndim - 2) for x in parts)
   imbalance = _imbalance(choices, scores, tokens)
   return _mean(imbalance, tokens > 0)
@@ -314,7 +307,7 @@ def measure(
   if sizes.connection.flags:
     sums["faults"] = _halves(_fault_of_domain(sizes, routing, fault))
   terms = dict(
-    aux_loss=_BALANCE[config.balance](logits, topk_idx, config.score, mask),
+    aux_loss=_balance(logits, topk_idx, config.score, mask, config.balance),
     z_loss=_logit_size(logits, mask),
   )
   # With one vector of sums, XLA would round differently in the local and the
@@ -360,6 +353,3 @@ def _whole(halves: tuple[jax.Array, jax.Array]) -> jax.Array:
   """Inverts `_halves`: returns int32 sums, given the sums of both halves."""
   high, low = (x.astype(jnp.int32) for x in halves)
   return (high << 12) + low
-
-
-_BALANCE = {"batch": _batch_balance, "sequence": _sequence_balance}

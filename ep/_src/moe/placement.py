@@ -125,11 +125,8 @@ def check_placement(
   """Raises unless `placement` is None or has `num_slots` slots."""
   if placement is None:
     return
-  if not isinstance(placement, Placement):
-    raise TypeError(
-      f"{what}: {name} is a {type(placement).__name__}, but an ep.Placement or"
-      " None is expected."
-    )
+  cure = "pass an ep.Placement, or None"
+  arguments.check_type(what, name, placement, Placement, cure)
   slots = placement.experts.shape
   arguments.check(
     slots[-1] == num_slots,

@@ -182,7 +182,7 @@ def route_topk(
   """
   op = "route_topk"
   *lead, num_experts = logits.shape
-  check_score(op, score)
+  check_score(op, "score", score)
   arguments.flag(op, "normalize", normalize)
   if isinstance(scale, jax.Array):  # such as a learned scale
     scale = scale.astype(jnp.float32)
@@ -282,11 +282,6 @@ _KINDS = {
 }
 
 
-def check_score(op: str, score: Score) -> None:
-  """Raises `ValueError` unless `score` is the name of a score."""
-  arguments.one_of(*LOG_SCORES)(op, "score", score)
-
-
 def check_logits(op: str, logits: jax.Array, mask: jax.Array | None) -> None:
   """Raises unless the logits are floats, and the mask has a bool per token."""
   arrays.check_floats(op, "logits", logits)
@@ -382,6 +377,7 @@ LOG_SCORES: dict[Score, Callable[[jax.Array], jax.Array]] = {
   "sigmoid": jax.nn.log_sigmoid,
   "sqrtsoftplus": _log_sqrtsoftplus,
 }
+check_score = arguments.one_of(*LOG_SCORES)
 
 
 def topk_from_map(
