@@ -17,7 +17,6 @@ myst_heading_anchors = 4  # as on a code host
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
-add_module_names = True
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 72
