@@ -50,15 +50,29 @@ def _distribution_impl(ctx):
 
 _distribution = rule(
     implementation = _distribution_impl,
+    doc = "Builds a wheel or an sdist into a folder with its name.",
     attrs = {
-        "cuda": attr.string(mandatory = True),
-        "headers": attr.label(),
-        "kind": attr.string(mandatory = True),
+        "cuda": attr.string(
+            default = "none",
+            doc = "The major version of CUDA of the library, or none.",
+        ),
+        "headers": attr.label(doc = "The headers for the folder of the package."),
+        "kind": attr.string(default = "wheel", values = ["wheel", "sdist"]),
         "library": attr.label(cfg = _with_cuda),
-        "package": attr.string(mandatory = True),
+        "package": attr.string(
+            default = "ep",
+            doc = "The folder of the package, for the library and the headers.",
+        ),
         "platform": attr.string(mandatory = True),
-        "project": attr.label(allow_single_file = True, mandatory = True),
-        "srcs": attr.label_list(allow_files = True),
+        "project": attr.label(
+            allow_single_file = True,
+            default = "//:pyproject.toml",
+            doc = "The project file, which may have placeholders.",
+        ),
+        "srcs": attr.label_list(
+            allow_files = True,
+            doc = "The sources, at their paths in the repository.",
+        ),
         "_allowlist_function_transition": attr.label(
             default = "@bazel_tools//tools/allowlists/function_transition_allowlist",
         ),
@@ -71,17 +85,7 @@ _distribution = rule(
     },
 )
 
-def distribution(
-        name,
-        srcs,
-        kind = "wheel",
-        library = None,
-        headers = None,
-        package = "ep",
-        project = "pyproject.toml",
-        glibc = "2_28",
-        cuda = "none",
-        **kwargs):
+def distribution(name, glibc = "2_28", **kwargs):
     """Builds a wheel or an sdist into a folder.
 
     The name of the file contains the version and the platform, so no BUILD file
@@ -89,25 +93,11 @@ def distribution(
 
     Args:
       name: The name of the target and of the folder.
-      srcs: The sources, at their paths in the repository.
-      kind: "wheel" or "sdist".
-      library: The native library, for the folder of the package.
-      headers: The headers for the folder of the package, or None.
-      package: The folder of the package.
-      project: The project file, which may have placeholders.
       glibc: The oldest supported glibc, which manylinux_test checks.
-      cuda: The major version of CUDA of the library, or "none".
       **kwargs: Passed on to the rule.
     """
     _distribution(
         name = name,
-        srcs = srcs,
-        kind = kind,
-        library = library,
-        headers = headers,
-        package = package,
-        project = project,
-        cuda = cuda,
         platform = select({
             "@platforms//cpu:{}".format(cpu): "manylinux_{}_{}".format(glibc, cpu)
             for cpu in ["aarch64", "x86_64"]

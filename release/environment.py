@@ -2,11 +2,9 @@
 """Virtual environments and wheels for the tests of distributions."""
 
 from collections.abc import Mapping
-import importlib.metadata
 import importlib.util
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import venv
@@ -93,28 +91,3 @@ def write_wheel(
     for path, content in contents.items():
       wheel.writestr(path, content)
     wheel.writestr(f"{info}/RECORD", record)
-
-
-def pack(folder: pathlib.Path, name: str) -> None:
-  """Writes wheels of an installed package and of its requirements.
-
-  Skips requirements that are not installed, which are for another platform or
-  Python.
-  """
-  try:
-    found = importlib.metadata.distribution(name)
-  except importlib.metadata.PackageNotFoundError:
-    return
-  files = [
-    path
-    for path in found.files or ()
-    if path.parts[0] != ".." and path.suffix != ".pyc"
-  ]
-  (info,) = {p.parts[0] for p in files if p.parts[0].endswith(".dist-info")}
-  stem = info.removesuffix(".dist-info")
-  with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
-    for path in files:
-      wheel.writestr(str(path), path.read_binary())
-  for requirement in found.requires or ():
-    if "extra ==" not in requirement:
-      pack(folder, re.match(r"[\w.-]+", requirement)[0])
