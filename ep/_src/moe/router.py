@@ -270,7 +270,7 @@ def checked(
   arguments.check(
     x.shape == shape,
     op,
-    f"{name} has shape {x.shape}, but {shape} is expected here.",
+    f"{name} has shape {x.shape}, but {shape} is expected.",
   )
   return x
 
