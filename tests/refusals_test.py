@@ -130,12 +130,12 @@ TABLE = {
   ),
   "ep_finalize": lambda: (
     dict(group=None),
-    [(dict(group="g"), F, "group is a str, but an EpGroup.*ep_boot")],
+    [(dict(group="g"), F, "group is a str, but the type EpGroup.*ep_boot")],
   ),
   "ep_resize": lambda: (
     dict(group=group()),
     [
-      (dict(group=None), F, "ep_resize: group is a NoneType, but an EpGroup"),
+      (dict(group=None), F, "group is a NoneType, but the type EpGroup"),
       (dict(mesh=None), F, "mesh cannot change.*hidden_dim"),
       (dict(top_k=E + 1), V, "a layer of only defaults fails: .*top_k = 9"),
     ],
@@ -299,7 +299,7 @@ TABLE = {
   "MoE": lambda: (
     dict(config=ep.MoEConfig(**PLAIN), where=group("ep4")),
     [
-      (dict(config=PLAIN), F, "config is a dict, but an MoEConfig"),
+      (dict(config=PLAIN), F, "config is a dict, but the type MoEConfig"),
       (dict(where=4), F, "MoE: where = 4 is a int, but a mesh or"),
       (dict(name=5), F, "name = 5 is a int"),
       (dict(timeout_s=3), F, r"\['timeout_s'\] are options of ep_bootstrap"),
@@ -363,13 +363,13 @@ TABLE = {
       (dict(params=dict(more=1)), V, "params holds .*'more'.*but the config"),
       (dict(params=dict(router=zeros(H, 7))), V, r"params\['router'\] has sha"),
       (dict(params=dict(w_up=None)), F, r"params\['w_up'\] = None is a NoneT"),
-      (dict(state=np.zeros(E)), F, "is a ndarray, but an State .*ep.moe.State"),
+      (dict(state=np.zeros(E)), F, "is a ndarray, but the type State .*ep.moe"),
       (dict(mask=np.ones(5, bool)), V, r"mask has shape \(5,\)"),
       (dict(forced_idx=np.zeros((N, K))), F, "forced_idx is float64|float32"),
       (dict(captured_idx=ids(N)), V, r"captured_idx has shape \(20,\)"),
       (dict(pad=1), F, "pad = 1 .*True or False"),
       (dict(config=dict(num_experts=7)), V, "slots with ep.moe.with_slots"),
-      (dict(placement=[1, 0]), F, "placement is a list, but an Placement"),
+      (dict(placement=[1, 0]), F, "is a list, but the type Placement"),
       (
         dict(placement=ep.Placement(range(E + 1))),
         V,
@@ -487,7 +487,7 @@ TABLE = {
       (dict(num_ranks=8.0), F, "ep.place: num_ranks = 8.0 .* an integer"),
       (dict(nodes=3), V, "num_ranks = 8 and nodes = 3, but"),
       (dict(nodes=0), V, "nodes = 0, but they must be positive"),
-      (dict(old=range(8)), F, "ep.place: old is a range, but an Placement"),
+      (dict(old=range(8)), F, "ep.place: old is a range, but the type"),
       (dict(old=ep.Placement(range(4))), V, r"old has slots \(4,\)"),
       (
         dict(loads=np.ones((2, 1, 8)), old=ep.Placement(range(8))),
@@ -576,7 +576,7 @@ TABLE = {
       (dict(arrays={"w": zeros(7, 2)}), V, r"arrays\['w'\] of shape \(7, 2\)"),
       (dict(specs=PartitionSpec(None, "ep")), V, r"\(8, 2\): has not 8"),
       (dict(specs=BOTH), V, r"is split by \('dp', 'ep'\), but"),
-      (dict(old=[0, 1]), F, "old is a list, but an Placement"),
+      (dict(old=[0, 1]), F, "old is a list, but the type Placement"),
       (dict(new=ep.Placement(range(E + 1))), V, r"new has slots \(9,\), but"),
       (
         dict(new=ep.Placement([range(E)] * 3)),

@@ -201,8 +201,8 @@ def check_type(what: str, name: str, value: Any, kind: type, cure: str) -> None:
   """Raises `TypeError` unless `value` is of the class `kind`."""
   if not isinstance(value, kind):
     raise TypeError(
-      f"{what}: {name} is a {type(value).__name__}, but an {kind.__name__} is"
-      f" expected; {cure}."
+      f"{what}: {name} is a {type(value).__name__}, but the type"
+      f" {kind.__name__} is expected; {cure}."
     )
 
 
