@@ -426,12 +426,6 @@ class Connection:
   def saw(self, carrier: jax.Array) -> None:
     """Keeps an array with a fault for `raise_failures`, if it has a value."""
 
-  def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
-    """Raises `ValueError` if `op` cannot run on `mesh`.
-
-    `mesh` has the axes of the group's mesh, perhaps in another device order.
-    """
-
   def mem_bytes(self, sizes: Sizes) -> int:
     """Returns the size of `EpHandle.mem`, in bytes.
 

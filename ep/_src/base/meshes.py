@@ -51,11 +51,3 @@ def processes(mesh: Mesh) -> list[int]:
   if not has_devices(mesh):
     return [jax.process_index()]
   return sorted({d.process_index for d in mesh.devices.flat})
-
-
-def places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset[Any]]:
-  """Returns the mesh coordinates of each device, as (axis, index) pairs."""
-  return {
-    device: frozenset(zip(mesh.axis_names, index, strict=True))
-    for index, device in np.ndenumerate(mesh.devices)
-  }

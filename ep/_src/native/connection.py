@@ -51,17 +51,6 @@ class NativeConnection(Connection):
   def raise_failures(self) -> None:
     ffi.check_group(self.group.backend, self.group.name)
 
-  def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
-    there = meshes.places(mesh_of_devices(self.group.backend, self.group.mesh))
-    for device, place in meshes.places(mesh).items():
-      if there.get(device) != place:
-        raise ValueError(
-          f"{op}: the mesh in context has {device} at {dict(place)}, but the"
-          f' group "{self.group.name}" was bootstrapped on a mesh that has it'
-          f" at {dict(there.get(device, ()))}; run the program on the mesh that"
-          " was given to ep_bootstrap."
-        )
-
   def mem_bytes(self, sizes: Sizes) -> int:
     return _offsets(sizes)[1] + ffi.mem_bytes(
       self.group.backend,

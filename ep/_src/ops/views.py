@@ -249,9 +249,8 @@ def _map_rank_arrays(
 
 
 def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
-  """Raises unless the program's mesh has the group's devices in the same order.
+  """Raises unless the program's mesh has the shape of the group's mesh.
 
-  Without `jax.set_mesh` the mesh of a `shard_map` has no devices while tracing.
   If the backend needs the order of devices, ep_prepare compares it at run time.
   """
   if dict(mesh.shape) != dict(group.mesh.shape):
@@ -260,8 +259,6 @@ def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
       f' "{group.name}" was bootstrapped on {dict(group.mesh.shape)}; run the'
       " program on the mesh that was given to ep_bootstrap."
     )
-  if devices := compat.concrete_context_mesh():
-    group.connection.check_places(op, devices)
 
 
 def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
