@@ -40,7 +40,7 @@ _CHECKS: dict[str, arguments.Check] = {
 _INHERITED = ("top_k", "alignment", "overflow", "drop_by")
 
 
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class EpLayerConfig(NotCopied):
   """The static configuration of one MoE layer. Frozen and hashable.
 
@@ -86,52 +86,28 @@ class EpLayerConfig(NotCopied):
   """
 
   group: EpGroup
-  top_k: int
-  alignment: int
-  recv_capacity_per_rank: int | None
-  capacity_factor: float | None
-  capacity_multiple: int
-  overflow: str
-  drop_by: str | None
-  tail: str
-  wire: str | None
-  name: str
+  # Any: None, until `__post_init__` takes the value of the group.
+  top_k: Any = None
+  alignment: Any = None
+  recv_capacity_per_rank: int | None = None
+  capacity_factor: float | None = None
+  capacity_multiple: int = 1
+  overflow: Any = None
+  drop_by: str | None = None
+  tail: str = "zero"
+  wire: str | None = None
+  name: str = "moe"
   # A 63-bit hash of layer and group, equal on all processes.
   fingerprint: int = dataclasses.field(init=False, compare=False)
+  # C if it is the same for all ops, else None.
+  _fixed: int | None = dataclasses.field(init=False, compare=False)
   _known: dict[Any, Sizes] = dataclasses.field(init=False, compare=False)
 
-  def __init__(
-    self,
-    group: EpGroup,
-    top_k: int | None = None,
-    alignment: int | None = None,
-    recv_capacity_per_rank: int | None = None,
-    capacity_factor: float | None = None,
-    capacity_multiple: int = 1,
-    overflow: str | None = None,
-    drop_by: str | None = None,
-    tail: str = "zero",
-    wire: str | None = None,
-    name: str | None = None,
-  ) -> None:
-    check_group("EpLayerConfig", group)
-    values: dict[str, Any] = dict(
-      group=group,
-      top_k=top_k,
-      alignment=alignment,
-      recv_capacity_per_rank=recv_capacity_per_rank,
-      capacity_factor=capacity_factor,
-      capacity_multiple=capacity_multiple,
-      overflow=overflow,
-      drop_by=drop_by,
-      tail=tail,
-      wire=wire,
-      name="moe" if name is None else name,
-    )
+  def __post_init__(self) -> None:
+    check_group("EpLayerConfig", self.group)
     for field in _INHERITED:
-      if values[field] is None:
-        values[field] = getattr(group, field)
-    vars(self).update(values)
+      if getattr(self, field) is None:
+        object.__setattr__(self, field, getattr(self.group, field))
     label = arguments.label("EpLayerConfig", "name", self.name)
     what = f'EpLayerConfig(name="{label}")'
     arguments.resolve(what, self, _CHECKS)
@@ -162,19 +138,19 @@ class EpLayerConfig(NotCopied):
     )
 
   def _set_capacity(self, what: str) -> None:
+    group, fixed = self.group, self.recv_capacity_per_rank
     # Without max_tokens_per_rank, check the sizes of an op with one token.
-    most = self.group.max_tokens_per_rank
-    most = 1 if most is None else most
+    most = group.max_tokens_per_rank or 1
     self.check_tokens(what, most)
-    if self.recv_capacity_per_rank is None:
-      rows = self.default_capacity()
-      object.__setattr__(self, "recv_capacity_per_rank", rows)
+    rows = self.rows_for(most) if fixed is None else fixed
+    if group.max_tokens_per_rank is not None or (
+      group.recv_capacity_per_rank is not None and self.capacity_factor is None
+    ):
+      fixed = rows
+    object.__setattr__(self, "_fixed", fixed)
     # The least C: an aligned slab per local expert, at most the worst case.
     least = self.group.num_local_experts * self.alignment
     least = min(least, self.worst_case(most))
-    rows = self.recv_capacity_per_rank
-    if rows is None:
-      rows = self.rows_for(most)
     arguments.check(
       rows >= least and rows % self.alignment == 0,
       what,
@@ -188,36 +164,19 @@ class EpLayerConfig(NotCopied):
     """Returns a layer with other values.
 
     Args:
-      **changes: arguments of `EpLayerConfig`; the other values stay the same. A
-        default capacity becomes the default of the new values.
+      **changes: arguments of `EpLayerConfig`; the other values stay the same.
 
     Raises:
       ValueError, TypeError: as `EpLayerConfig` does.
     """
-    values = self._arguments()
-    if self.recv_capacity_per_rank == self.default_capacity():
-      del values["recv_capacity_per_rank"]
-    return EpLayerConfig(**(values | changes))
+    return dataclasses.replace(self, **changes)
 
   __replace__ = replace  # for copy.replace
 
   def __repr__(self) -> str:
-    """Shows the layer's and group's names, top_k, and values not inherited."""
-    group = self.group
-    defaults = dict(
-      alignment=group.alignment,
-      recv_capacity_per_rank=group.recv_capacity_per_rank,
-      capacity_factor=None,
-      capacity_multiple=1,
-      overflow=group.overflow,
-      drop_by=group.drop_by,
-      tail="zero",
-      wire=None,
-    )
-    values = {name: getattr(self, name) for name in defaults}
-    own = {k: value for k, value in values.items() if value != defaults[k]}
-    shown = dict(name=self.name, group=group.name, top_k=self.top_k)
-    return short_repr("EpLayerConfig", shown | own)
+    values = self._arguments() | dict(group=self.group.name)
+    shown = {k: value for k, value in values.items() if value is not None}
+    return short_repr("EpLayerConfig", shown)
 
   def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(
@@ -245,7 +204,7 @@ class EpLayerConfig(NotCopied):
       ValueError: C depends on the tokens of an op; see `capacity_for`.
     """
     arguments.check(
-      self.recv_capacity_per_rank is not None,
+      self._fixed is not None,
       f'EpLayerConfig(name="{self.name}")',
       "the capacity follows the tokens of each op, because neither the layer"
       " has a recv_capacity_per_rank nor its group a max_tokens_per_rank; take"
@@ -270,17 +229,7 @@ class EpLayerConfig(NotCopied):
       what,
       f"num_tokens = {num_tokens}, but a rank has 0 tokens or more.",
     )
-    if self.recv_capacity_per_rank is not None:
-      return self.recv_capacity_per_rank
-    return self.rows_for(max(num_tokens, 1))
-
-  def default_capacity(self) -> int | None:
-    """Returns the C of a layer without one; None if it follows the tokens."""
-    group = self.group
-    most, rows = group.max_tokens_per_rank, group.recv_capacity_per_rank
-    if most is None and (rows is None or self.capacity_factor is not None):
-      return None
-    return self.rows_for(most or 1)
+    return self._fixed or self.rows_for(max(num_tokens, 1))
 
   def rows_for(self, num_tokens: int) -> int:
     """Returns C for T > 0 tokens if the layer has no fixed capacity."""
@@ -327,7 +276,6 @@ class EpLayerConfig(NotCopied):
     )
 
   def _arguments(self) -> dict[str, Any]:
-    """Returns the arguments that make an equal layer."""
     fields = (f.name for f in dataclasses.fields(self) if f.init)
     return {name: getattr(self, name) for name in fields}
 
@@ -353,7 +301,7 @@ class EpLayerConfig(NotCopied):
 
   def _make_sizes(self, num_tokens: int, tail: str, checked: bool) -> Sizes:
     connection = self.group.connection
-    group, rows = connection.group, self.recv_capacity_per_rank
+    group = connection.group
     return Sizes(
       connection=connection,
       group=group,
@@ -364,7 +312,7 @@ class EpLayerConfig(NotCopied):
       P=group.ep_size,
       L=group.num_local_experts,
       V=group.num_expert_slots,
-      C=rows if rows is not None else self.rows_for(max(num_tokens, 1)),
+      C=self._fixed or self.rows_for(max(num_tokens, 1)),
       alignment=self.alignment,
       overflow=self.overflow,
       fair=self.overflow == "drop" and self.drop_by != "slot",
