@@ -240,13 +240,12 @@ def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
   return context
 
 
-def is_for_cpus(ctx: LoweringContext) -> bool | None:
-  """Returns whether JAX lowers the operation for CPUs; None if also for others.
+def is_for_cpus(ctx: LoweringContext) -> bool:
+  """Returns whether JAX lowers the operation for CPUs, and perhaps for others.
 
   A program that `jax.export` makes may be for several platforms.
   """
-  platforms = {*(ctx.platforms or ctx.module_context.platforms)}
-  return platforms == {"cpu"} if len(platforms) == 1 else None
+  return "cpu" in (ctx.platforms or ctx.module_context.platforms)
 
 
 def can_call_python(ctx: LoweringContext) -> bool:

@@ -14,7 +14,7 @@ instead, and the handle carries the fault of its routing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any, NoReturn
@@ -31,8 +31,6 @@ from ep._src.base.backend import Backend, Join
 from ep._src.base.compat import fail_if, LoweringContext
 from ep._src.base.errors import FAULT_WORDS
 from ep._src.base.group import Connection, EpGroup, Sizes
-
-_Send = Callable[..., list[jax.Array]]
 
 
 class XlaBackend(Backend):
@@ -87,14 +85,11 @@ class XlaConnection(Connection):
 def _run(
   op: str,
   sizes: Sizes,
-  on_cpus: bool | None,
+  on_cpus: bool,
   types: Sequence[Any],
   *operands: jax.Array,
 ) -> list[jax.Array]:
-  """Returns the results of an op, of some types, on one rank.
-
-  `on_cpus` is whether the program is for CPUs; None if also for others.
-  """
+  """Returns the results of an op, of some types, on one rank."""
   if not sizes.T:
     return [jnp.zeros(x.shape, x.dtype) for x in types]
   if op == "ep_prepare":
@@ -104,16 +99,10 @@ def _run(
   # On other platforms, the check would make each op wait for the host.
   if on_cpus and sizes.raises:
     is_sound &= _check_plan(sizes, op, plan.routing, is_sound)
-  in_buckets, by_slices = (functools.partial(f, sizes) for f in _WAYS[op])
-  outs: list[jax.Array]
-  if on_cpus or sizes.P == 1:
-    outs = in_buckets(plan, is_sound, *arrays)
-  elif on_cpus is None:
-    outs = lax.platform_dependent(
-      plan, is_sound, *arrays, cpu=in_buckets, default=by_slices
-    )
-  else:
-    outs = by_slices(plan, is_sound, *arrays)
+  way = padded if on_cpus or sizes.P == 1 else ragged
+  to_slots = op in ("ep_dispatch", "ep_combine_bwd")
+  send = way.to_slots if to_slots else way.to_choices
+  outs: list[jax.Array] = send(sizes, plan, is_sound, *arrays)
   if op == "ep_combine":
     out = _sum(*outs)
     return [_check_finite(sizes, out) if sizes.checked else out]
@@ -161,17 +150,6 @@ def _prepare(sizes: Sizes, idx: jax.Array) -> list[jax.Array]:
     needed.max()[None],
     jnp.where(failed, False, kept),
   ]
-
-
-# For each op that sends rows: its function on CPUs, and on other platforms.
-_TO_SLOTS = padded.to_slots, ragged.to_slots
-_TO_CHOICES = padded.to_choices, ragged.to_choices
-_WAYS: dict[str, tuple[_Send, _Send]] = {
-  "ep_dispatch": _TO_SLOTS,
-  "ep_combine": _TO_CHOICES,
-  "ep_dispatch_bwd": _TO_CHOICES,
-  "ep_combine_bwd": _TO_SLOTS,
-}
 
 
 def _sum(rows: jax.Array, weights: jax.Array | None = None) -> jax.Array:
