@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from cases import Case
-from conftest import make_mesh
 import ep
-from groups import bootstrap, E, group, H, K, layer, of_one_process, T
+from groups import E, group, H, K, layer, of_one_process, T
 from layer_steps import draw_params, put
 import programs
 
@@ -170,22 +169,6 @@ def test_metrics_carry_the_fault_of_one_domain_to_all():
   _, metrics = jax.jit(run, static_argnums=0)(layer, *forced(layer))
   said = message(lambda: ep.check(metrics))
   assert "rank 0: topk_idx[3, 1] = 8, but" in said  # of the second domain
-
-
-@pytest.mark.parametrize("what", ["op", "layer", "program"])
-def test_the_end_of_a_group_raises_what_it_can_read(what):
-  """A program's results are only the caller's."""
-  group = bootstrap(make_mesh({"ep": 4}), backend="xla", errors="flag")
-  case, layer = wrong_id(E)(ep.EpLayerConfig(group)), ep.MoE(PLAIN, group)
-  if what == "layer":
-    run(layer, *forced(layer))
-  elif what == "op":
-    ep.ep_prepare(case.layer, case.put(case.topk_idx))
-  else:
-    prepare(case.layer)(case.put(case.topk_idx))
-    ep.ep_finalize(group)
-    return
-  assert "topk_idx[3, 1] = 8" in message(lambda: ep.ep_finalize(group))
 
 
 @of_one_process

@@ -226,10 +226,8 @@ class EpGroup(NotCopied):
 
     On a GPU, an op only enqueues work, and the device finds a bad id or an
     overflow later. Then outputs are NaN, and one of the next `ep_prepare`
-    fails. Collective, because it may close the group. With "xla" and
-    `errors="flag"`, it raises the fault of the last op or layer that ran
-    outside of a program; `ep.check` raises faults of programs. No effect
-    otherwise, because ops raise all failures.
+    fails. Collective, because it may close the group. No effect on other
+    backends: ops raise all failures, and with `errors="flag"` `ep.check` does.
 
     Raises:
       ValueError, RuntimeError: the failure of an earlier op, once.
@@ -422,9 +420,6 @@ class Connection:
 
   def raise_failures(self) -> None:
     """Implements `EpGroup.raise_failures` of an open group."""
-
-  def saw(self, carrier: jax.Array) -> None:
-    """Keeps an array with a fault for `raise_failures`, if it has a value."""
 
   def mem_bytes(self, sizes: Sizes) -> int:
     """Returns the size of `EpHandle.mem`, in bytes.

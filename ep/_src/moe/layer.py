@@ -284,8 +284,6 @@ class MoE:
       *(x, mask, *ids, *others),
       keep=self._keeps_programs,
     )
-    if layer.group.connection.flags:
-      layer.group.connection.saw(metrics.fault)
     return y, metrics
 
 

@@ -226,8 +226,6 @@ def _run(
     keep=network.network is None and not network.is_traced(),
   )
   handle = EpHandle(*routing, layer=layer, token_shape=token_shape)
-  if layer.group.connection.flags:
-    layer.group.connection.saw(handle.mem)
   return out, handle
 
 

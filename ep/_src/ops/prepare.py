@@ -91,7 +91,6 @@ def ep_prepare(
   if not sizes.fair:
     topk_weights = None
   routing = prepare.in_view(view, [sizes], topk_idx, topk_weights)
-  layer.group.connection.saw(routing.mem)
   return EpHandle(*routing, layer=layer, token_shape=token_shape)
 
 

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 import jax
 from jax import lax
-from jax.core import Tracer
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,26 +48,8 @@ class XlaConnection(Connection):
 
   flags = True
 
-  def __init__(self, group: EpGroup):
-    super().__init__(group)
-    self._last: jax.Array | None = None
-
-  def saw(self, carrier: Any) -> None:
-    if self.group.errors == "flag" and not isinstance(carrier, Tracer):
-      self._last = carrier
-
-  def raise_failures(self) -> None:
-    last, self._last = self._last, None
-    if last is not None:
-      errors.raise_carried(last)
-
   def mem_bytes(self, sizes: Sizes) -> int:
     return plans.mem_bytes(sizes) + 4 * FAULT_WORDS
-
-  def _close(self) -> None:
-    self._last = None
-
-  _release = _close
 
   def lower(
     self, op: str, ctx: LoweringContext, *operands: Any, sizes: Sizes
