@@ -68,16 +68,9 @@ def write_nccl_header(folder, version=23007):
   (folder / "nccl.h").write_text(f"#define NCCL_VERSION_CODE {version}\n")
 
 
-def write_nccl_ep_header(folder, api=2, **sizes):
-  """Writes the lines of nccl_ep.h that describe `api`; `sizes` replace ours."""
-  lines = [f"#define NCCL_EP_API_VERSION {api}", "#define NCCL_EP_MINOR 2"]
-  for name, size in (installation._NCCL_EP_SIZES | sizes).items():
-    lines += [
-      f"#define NCCL_EP_{name}_V1_SIZE 4u",
-      f"#define NCCL_EP_{name}_V2_SIZE {size}u",
-    ]
+def write_nccl_ep_header(folder, api=2):
   folder.mkdir(parents=True, exist_ok=True)
-  (folder / "nccl_ep.h").write_text("\n".join(lines))
+  (folder / "nccl_ep.h").write_text(f"#define NCCL_EP_API_VERSION {api}\n")
 
 
 def wheels(machine, script="exit 0"):
@@ -218,13 +211,13 @@ def test_prepare_refuses_another_api_of_a_neighbour(machine):
   """
   wheels(machine)
   theirs = machine / "transformer_engine/nccl_ep/include"
-  write_nccl_ep_header(theirs, 3, GROUP_CONFIG=120)
+  write_nccl_ep_header(theirs, 3)
   (theirs / "nccl_ep").mkdir()
   libc = ctypes.CDLL(None)
   libc.setenv(b"NCCL_EP_JIT_SOURCE_DIR", bytes(theirs / "nccl_ep"), 0)
   try:
     assert_refused(
-      "has API 3, with structs {'GROUP_CONFIG': 120}",
+      "has API 3; install nccl-extensions==0.1.0",
       "unset NCCL_EP_JIT_SOURCE_DIR",
       "TransformerEngine",
     )

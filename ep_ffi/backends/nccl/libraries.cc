@@ -13,8 +13,8 @@ namespace ep::nccl {
 namespace {
 
 // The SONAME of the NCCL EP that matches our structs and limits. The module
-// installation.py checks the sizes of the structs. ncclEpGetVersion is no
-// proof, because API 3 also has the version 0.2.0. In a later API, for example,
+// installation.py checks the version of the API. ncclEpGetVersion is no proof,
+// because API 3 also has the version 0.2.0. In a later API, for example,
 // the order of rows is fixed only if NCCL_EP_HT_EM_AG_SCAN_MODE is 1.
 constexpr char kNcclEp[] = "libnccl_ep.so.0";
 

@@ -35,23 +35,9 @@ from ep._src.native import shipped_files
 # ep_ffi/backends/nccl/limits.h.
 _NCCL_HEADERS = 23007
 
-# The size of each struct of NCCL EP in bytes. Two libraries have the version
-# 0.2.0: nccl-extensions 0.1.0 has API 2 and these sizes. TransformerEngine
-# 2.20.2 has API 3, whose ncclEpGroupConfig_t has 120 bytes.
-_NCCL_EP_SIZES = {
-  "TENSOR": 48,
-  "TENSOR_ALLOC_CONFIG": 8,
-  "GROUP_CONFIG": 112,
-  "LAYOUT_INFO": 48,
-  "DISPATCH_INPUTS": 32,
-  "DISPATCH_OUTPUTS": 40,
-  "COMBINE_INPUTS": 32,
-  "COMBINE_OUTPUTS": 24,
-  "HANDLE_CONFIG": 16,
-  "DISPATCH_CONFIG": 24,
-  "COMBINE_CONFIG": 20,
-  "COMPLETE_CONFIG": 8,
-}
+# The NCCL_EP_API_VERSION of nccl-extensions 0.1.0, which grows with any struct.
+# TransformerEngine 2.20.2 has API 3; both libraries have the version 0.2.0.
+_NCCL_EP_API = 2
 
 # NCCL EP compiles all its kernels with this header and these flags.
 _PROBE = '#include "device/ht_ep.cuh"\n'
@@ -183,20 +169,21 @@ def _folder(
 
 
 def _check_api(header: pathlib.Path) -> None:
-  """Raises `RuntimeError` if NCCL EP's structs have other sizes than ours."""
+  """Raises `RuntimeError` if NCCL EP's structs differ from ours."""
+  api = _constant("NCCL_EP_API_VERSION", header)
+  if api != _NCCL_EP_API:
+    raise _error(
+      f"ep needs API {_NCCL_EP_API} of NCCL EP, but {header} has"
+      f" {f'API {api}' if api else 'none'}; install nccl-extensions==0.1.0, and"
+      f" unset {_SOURCES}.{_SET_BY_OTHERS}"
+    )
+
+
+def _constant(name: str, header: pathlib.Path) -> int:
+  """Returns the value of a macro, or 0 if it or the header is missing."""
   text = header.read_text() if header.exists() else ""
-  # The last size of a struct is its current one.
-  found = re.findall(r"#define NCCL_EP_(\w+)_V\d+_SIZE (\d+)u", text)
-  sizes = {name: int(size) for name, size in found}
-  if sizes == _NCCL_EP_SIZES:
-    return
-  api = re.search(r"#define NCCL_EP_API_VERSION (\d+)", text)
-  others = dict(sizes.items() - _NCCL_EP_SIZES.items())
-  raise _error(
-    f"ep needs API 2 of NCCL EP, but {header} "
-    + (f"has API {api[1]}, with structs {others}" if api else "has none")
-    + f"; install nccl-extensions==0.1.0, and unset {_SOURCES}.{_SET_BY_OTHERS}"
-  )
+  found = re.search(rf"#define {name} (\d+)", text)
+  return int(found[1]) if found else 0
 
 
 def _find_library(home: pathlib.Path, cuda: int) -> pathlib.Path:
@@ -217,11 +204,10 @@ def _text(version: int) -> str:
 
 
 def _check_nccl_headers(header: pathlib.Path, cuda: int) -> None:
-  text = header.read_text() if header.exists() else ""
-  found = re.search(r"#define NCCL_VERSION_CODE (\d+)", text)
-  if found and int(found[1]) == _NCCL_HEADERS:
+  found = _constant("NCCL_VERSION_CODE", header)
+  if found == _NCCL_HEADERS:
     return
-  version = f"of NCCL {_text(int(found[1]))}" if found else "not one of them"
+  version = f"of NCCL {_text(found)}" if found else "not one of them"
   raise _error(
     "NCCL EP must compile its kernels with the headers of NCCL"
     f" {_text(_NCCL_HEADERS)}, but {header} is {version}; install"
