@@ -127,5 +127,5 @@ def _sizes(layer, topk_idx):
 
 
 def _of_domains(layer, x):
-  p = layer.ep_size
+  p = layer.group.ep_size
   return x.reshape(ranks(layer) // p, p, -1, x.shape[-1])

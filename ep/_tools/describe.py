@@ -55,9 +55,9 @@ class RoutingSummary:
 
     The numbers from E on are empty slots.
     """
-    local = self.layer.num_local_experts
+    local = self.layer.group.num_local_experts
     ranks = np.zeros(1, np.int32) if self.ranks is None else self.ranks
-    first = ranks % self.layer.ep_size * local
+    first = ranks % self.layer.group.ep_size * local
     return (first[:, None] + np.arange(local)).astype(np.int32)
 
   @property
@@ -70,7 +70,7 @@ class RoutingSummary:
     layer = self.layer
     lines = [
       f'layer "{layer.name}": {layer.group.num_experts} experts,'
-      f" {layer.num_local_experts} on each rank, top_k {layer.top_k},"
+      f" {layer.group.num_local_experts} on each rank, top_k {layer.top_k},"
       f" capacity {self.capacity} rows, alignment {layer.alignment}"
     ]
     row = "{:>5} {:>7} {:>8} {:>8} {:>8} {:>8}".format
@@ -128,7 +128,7 @@ def describe(handle: EpHandle) -> RoutingSummary:
       " inside with jax.debug.callback(lambda h: print(ep.describe(h)),"
       " handle)."
     )
-  ranks, local = layer.group.num_token_ranks, layer.num_local_experts
+  ranks, local = layer.group.num_token_ranks, layer.group.num_local_experts
   shape = handle.group_sizes.shape
   rows: Sequence[np.ndarray]
   if shape == (local,):

@@ -202,8 +202,8 @@ def test_groups_over_halves_of_the_devices():
 )
 def test_the_default_capacity_is_the_worst_case(mesh, top_k, alignment):
   config = layer(mesh, top_k=top_k, alignment=alignment)
-  local = E // config.ep_size
-  rows = config.ep_size * T * min(top_k, local) + local * (alignment - 1)
+  local = E // config.group.ep_size
+  rows = config.group.ep_size * T * min(top_k, local) + local * (alignment - 1)
   assert config.capacity == -(-rows // alignment) * alignment
 
 

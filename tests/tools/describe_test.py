@@ -42,7 +42,7 @@ def test_global_view(mesh, routing):
   here = sorted(s.index[0].start for s in shards)
   np.testing.assert_array_equal(summary.ranks, here)
   check_summary(summary, case, here)
-  experts = np.arange(ranks(config) * config.num_local_experts) % E
+  experts = np.arange(ranks(config) * config.group.num_local_experts) % E
   experts = experts.reshape(ranks(config), -1)
   np.testing.assert_array_equal(summary.experts, experts[here])
 

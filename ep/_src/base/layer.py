@@ -187,16 +187,6 @@ class EpLayerConfig(NotCopied):
     )
 
   @property
-  def ep_size(self) -> int:
-    """P: the number of ranks of an EP domain."""
-    return self.group.ep_size
-
-  @property
-  def num_local_experts(self) -> int:
-    """L: the number of expert slots of a rank; the last ones may be empty."""
-    return self.group.num_local_experts
-
-  @property
   def capacity(self) -> int:
     """C: the number of receive rows of a rank, if it is the same for all ops.
 
@@ -229,7 +219,10 @@ class EpLayerConfig(NotCopied):
       what,
       f"num_tokens = {num_tokens}, but a rank has 0 tokens or more.",
     )
-    return self._fixed or self.rows_for(max(num_tokens, 1))
+    if self._fixed is not None:
+      return self._fixed
+    self.check_tokens(what, num_tokens)
+    return self.rows_for(max(num_tokens, 1))
 
   def rows_for(self, num_tokens: int) -> int:
     """Returns C for T > 0 tokens if the layer has no fixed capacity."""
@@ -238,19 +231,13 @@ class EpLayerConfig(NotCopied):
       rows = self.worst_case(num_tokens)
     if self.capacity_factor is not None:
       even = min(self.capacity_factor * num_tokens * self.top_k, rows)
-      slabs = max(math.ceil(even / self.alignment), self.num_local_experts)
+      slabs = max(
+        math.ceil(even / self.alignment), self.group.num_local_experts
+      )
       rows = min(slabs, rows // self.alignment) * self.alignment
     if self.capacity_multiple > 1:
       unit = math.lcm(self.capacity_multiple, self.alignment)
       rows = -(-rows // unit) * unit
-    arguments.check(
-      rows <= arguments.INT32_MAX,
-      f'EpLayerConfig(name="{self.name}")',
-      f"{num_tokens} tokens of a rank need a capacity of {rows} rows"
-      f" (alignment = {self.alignment}, capacity_multiple ="
-      f" {self.capacity_multiple}), but rows are counted in 32 bits; lower one"
-      " of these.",
-    )
     return rows
 
   def check_tokens(self, what: str, num_tokens: int) -> None:
