@@ -117,7 +117,8 @@ class NativeConnection(Connection):
     ffi.close_group(self.group.backend, self.group.name)
 
   def _release(self) -> None:
-    ffi.release_group(self.group.backend, self.group.name)
+    name = self.group.name.encode()
+    ffi.call(self.group.backend, "ep_group_release", name)
     if self.closes_at_exit:
       _released[self.group.backend] = self.group
 
@@ -131,7 +132,7 @@ def close_released() -> None:
   """Closes all released groups, also if programs still use them."""
   with contextlib.ExitStack() as stack:
     for name in _released:
-      stack.callback(ffi.close_released, name)
+      stack.callback(ffi.call, name, "ep_group_close_released")
 
 
 def mesh_of_devices(name: str, mesh: Mesh) -> jax.sharding.Mesh:

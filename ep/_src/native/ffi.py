@@ -14,6 +14,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 
 from ep._src.base import compat
 from ep._src.base.backend import OPS
@@ -48,13 +49,7 @@ def find_library(backend: str) -> pathlib.Path:
   packages, distributions = _packages(backend)
   if override := os.environ.get(_VARIABLE):  # searches no other place
     path = pathlib.Path(override)
-    if path.is_dir():
-      path /= name
-    elif path.name != name and path.exists():
-      raise FileNotFoundError(
-        f"${_VARIABLE} is {path}, but the library of backend {backend!r} has"
-        f" the name {name}; rename the file, or set the variable to its folder."
-      )
+    path = path / name if path.is_dir() else path
     places: dict[str, pathlib.Path | None] = {f"${_VARIABLE}": path}
   else:
     places = {
@@ -162,7 +157,7 @@ def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:
     )
 
 
-def _call(
+def call(
   backend: str, function: str, *args: Any, op: str | None = None
 ) -> None:
   """Calls a C function that can fail; see ep_ffi/core/export.h.
@@ -177,18 +172,6 @@ def _call(
     raise kind(f"{op}: {text}" if op else text)
 
 
-class _HostProcess(ctypes.Structure):
-  _fields_ = [
-    ("id", ctypes.c_int32),
-    ("pid", ctypes.c_int32),
-    ("socket", ctypes.c_int32),
-  ]
-
-
-class _HostRank(ctypes.Structure):
-  _fields_ = [("process", ctypes.c_int32), ("device", ctypes.c_int32)]
-
-
 class _HostGroup(ctypes.Structure):
   """The C struct `EpHostGroup` of ep_ffi/backends/host/bootstrap.cc."""
 
@@ -198,8 +181,8 @@ class _HostGroup(ctypes.Structure):
     ("num_experts", ctypes.c_int64),
     ("timeout_s", ctypes.c_double),
     ("exit_after_s", ctypes.c_double),
-    ("processes", ctypes.POINTER(_HostProcess)),
-    ("ranks", ctypes.POINTER(_HostRank)),
+    ("processes", ctypes.POINTER(ctypes.c_int32)),  # 3 for each
+    ("ranks", ctypes.POINTER(ctypes.c_int32)),  # 2 for each
     ("num_processes", ctypes.c_int32),
     ("num_ranks", ctypes.c_int32),
     ("ep_size", ctypes.c_int32),
@@ -220,18 +203,20 @@ def create_host_group(
   the connected socket). The group closes the sockets. `ranks` lists (index in
   `processes`, JAX's device id), domain-major.
   """
-  known = [_HostProcess(*process) for process in processes]
+  of_processes, of_ranks = (
+    np.array(numbers, np.int32).ctypes for numbers in (processes, ranks)
+  )
   group = _HostGroup(
     name=name.encode(),
     config=config.encode(),
-    processes=(_HostProcess * len(processes))(*known),
-    ranks=(_HostRank * len(ranks))(*(_HostRank(*rank) for rank in ranks)),
+    processes=of_processes.data_as(ctypes.POINTER(ctypes.c_int32)),
+    ranks=of_ranks.data_as(ctypes.POINTER(ctypes.c_int32)),
     num_processes=len(processes),
     num_ranks=len(ranks),
     **fields,
   )
   args = ctypes.byref(group)
-  _call("host", "ep_host_group_create", args, op="ep_bootstrap")
+  call("host", "ep_host_group_create", args, op="ep_bootstrap")
 
 
 def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
@@ -243,7 +228,7 @@ def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
   unique_id = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
   args = nccl.encode(), nccl_ep.encode(), unique_id
   size = ctypes.c_int64(_UNIQUE_ID_BYTES)
-  _call("nccl", "ep_nccl_unique_id", *args, size, op="ep_bootstrap")
+  call("nccl", "ep_nccl_unique_id", *args, size, op="ep_bootstrap")
   return unique_id.raw
 
 
@@ -270,7 +255,7 @@ def create_nccl_group(
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
   array = ctypes.c_int32 * len(ranks)
-  _call(
+  call(
     "nccl",
     "ep_nccl_group_create",
     name.encode(),
@@ -297,12 +282,12 @@ def connect_nccl_group(name: str, unique_id: bytes, num_hosts: int) -> None:
   """
   args = name.encode(), unique_id, ctypes.c_int64(len(unique_id))
   hosts = ctypes.c_int64(num_hosts)
-  _call("nccl", "ep_nccl_group_connect", *args, hosts, op="ep_bootstrap")
+  call("nccl", "ep_nccl_group_connect", *args, hosts, op="ep_bootstrap")
 
 
 def open_nccl_group(name: str) -> None:
   """Lets ops run, after `connect_nccl_group` on all ranks. Collective."""
-  _call("nccl", "ep_nccl_group_open", name.encode(), op="ep_bootstrap")
+  call("nccl", "ep_nccl_group_open", name.encode(), op="ep_bootstrap")
 
 
 def nccl_place(
@@ -316,7 +301,7 @@ def nccl_place(
   text = ctypes.create_string_buffer(_ERROR_BYTES)
   args = name.encode(), ctypes.c_int64(i), others.encode()
   size = ctypes.c_int64(_ERROR_BYTES)
-  _call("nccl", "ep_nccl_group_place", *args, numbers, text, size)
+  call("nccl", "ep_nccl_group_place", *args, numbers, text, size)
   num_ended, has_begun, num_left, still_s = numbers
   words = text.value.decode(errors="replace")
   return int(num_ended), bool(has_begun), int(num_left), still_s, words
@@ -329,25 +314,15 @@ def mem_bytes(backend: str, name: str, *sizes: int) -> int:
   """
   args = name.encode(), *map(ctypes.c_int64, sizes)
   out = ctypes.c_int64()
-  _call(backend, "ep_group_mem_bytes", *args, ctypes.byref(out))
+  call(backend, "ep_group_mem_bytes", *args, ctypes.byref(out))
   return out.value
 
 
 def check_group(backend: str, name: str) -> None:
   """Waits for the device, and raises a failure that no op has raised yet."""
-  _call(backend, "ep_group_check", name.encode())
+  call(backend, "ep_group_check", name.encode())
 
 
 def close_group(backend: str, name: str) -> None:
   """Closes the group `name`; raises if a peer still waits for this process."""
-  _call(backend, "ep_group_close", name.encode(), op="ep_finalize")
-
-
-def release_group(backend: str, name: str) -> None:
-  """Makes the group `name` close once no program uses the group."""
-  _call(backend, "ep_group_release", name.encode())
-
-
-def close_released(backend: str) -> None:
-  """Closes all released groups, also if programs still use them."""
-  _call(backend, "ep_group_close_released")
+  call(backend, "ep_group_close", name.encode(), op="ep_finalize")
