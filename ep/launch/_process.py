@@ -104,7 +104,7 @@ class Process:
 
   def told(self, state: str) -> bool:
     """Returns whether the process has written a state."""
-    return processes.told(self._state, state)
+    return processes.time_told(self._state, state) is not None
 
   @property
   def was_alone(self) -> bool:

@@ -121,13 +121,8 @@ def check_address(what: str, name: str, value: Any) -> None:
 
 def alignment(what: str, name: str, value: Any) -> int:
   """Returns an alignment in rows; 0 means 1, as in TransformerEngine."""
-  rows = integer(what, name, value)
-  check(
-    rows >= 0,
-    what,
-    f"{name} = {rows}, but it must be a number of rows; 1, like 0, aligns"
-    " nothing.",
-  )
+  words = "a number of rows; 1, like 0, aligns nothing"
+  rows: int = at_least(0, words)(what, name, value)
   return max(rows, 1)
 
 

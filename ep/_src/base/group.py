@@ -102,7 +102,7 @@ _CHECKS: dict[str, arguments.Check] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class EpGroup(NotCopied):
   """The EP domains of a mesh and their communicators. Made by `ep_bootstrap`.
 
@@ -135,7 +135,7 @@ class EpGroup(NotCopied):
   timeout_s: float
   exit_after_s: float
   # None in the description that `ep_bootstrap` has not connected.
-  connection: Connection = None  # type: ignore[assignment]
+  connection: Connection = dataclasses.field(default=None, repr=False)  # type: ignore[assignment]
 
   def __post_init__(self) -> None:
     what = "ep_bootstrap"
@@ -184,21 +184,6 @@ class EpGroup(NotCopied):
   def num_token_ranks(self) -> int:
     """R: the number of ranks that hold distinct tokens."""
     return math.prod(self.mesh.shape[a] for a in self.token_axes)
-
-  def __repr__(self) -> str:
-    shown = {
-      "name": self.name,
-      "mesh": dict(self.mesh.shape),
-      "axis_name": self.axis_name,
-      "num_experts": self.num_experts,
-      "max_tokens_per_rank": self.max_tokens_per_rank,
-      "hidden_dim": self.hidden_dim,
-      "top_k": self.top_k,
-      "recv_capacity_per_rank": self.recv_capacity_per_rank,
-      "backend": self.backend,
-    }
-    shown = {k: value for k, value in shown.items() if value is not None}
-    return short_repr("EpGroup", shown)
 
   @functools.cached_property
   def program_text(self) -> str:
@@ -259,11 +244,6 @@ class EpGroup(NotCopied):
 def check_group(what: str, group: EpGroup) -> None:
   cure = "get one from ep_bootstrap"
   arguments.check_type(what, "group", group, EpGroup, cure)
-
-
-def short_repr(name: str, values: dict[str, Any]) -> str:
-  fields = ", ".join(f"{name}={value!r}" for name, value in values.items())
-  return f"{name}({fields})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ from ep._src.base.group import (
   EpGroup,
   NotCopied,
   OVERFLOW,
-  short_repr,
   Sizes,
   worst_case,
 )
@@ -40,7 +39,7 @@ _CHECKS: dict[str, arguments.Check] = {
 _INHERITED = ("top_k", "alignment", "overflow", "drop_by")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class EpLayerConfig(NotCopied):
   """The static configuration of one MoE layer. Frozen and hashable.
 
@@ -98,10 +97,12 @@ class EpLayerConfig(NotCopied):
   wire: str | None = None
   name: str = "moe"
   # A 63-bit hash of layer and group, equal on all processes.
-  fingerprint: int = dataclasses.field(init=False, compare=False)
+  fingerprint: int = dataclasses.field(init=False, repr=False, compare=False)
   # C if it is the same for all ops, else None.
-  _fixed: int | None = dataclasses.field(init=False, compare=False)
-  _known: dict[Any, Sizes] = dataclasses.field(init=False, compare=False)
+  _fixed: int | None = dataclasses.field(init=False, repr=False, compare=False)
+  _known: dict[Any, Sizes] = dataclasses.field(
+    init=False, repr=False, compare=False
+  )
 
   def __post_init__(self) -> None:
     check_group("EpLayerConfig", self.group)
@@ -172,11 +173,6 @@ class EpLayerConfig(NotCopied):
     return dataclasses.replace(self, **changes)
 
   __replace__ = replace  # for copy.replace
-
-  def __repr__(self) -> str:
-    values = self._arguments() | dict(group=self.group.name)
-    shown = {k: value for k, value in values.items() if value is not None}
-    return short_repr("EpLayerConfig", shown)
 
   def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(

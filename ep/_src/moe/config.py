@@ -17,7 +17,6 @@ from ep._src.base.group import (
   EpGroup,
   NotCopied,
   OVERFLOW,
-  short_repr,
   token_dtype,
 )
 from ep._src.base.layer import EpLayerConfig, WIRES
@@ -187,12 +186,12 @@ class MoEConfig(NotCopied):
 
   def __repr__(self) -> str:
     """Shows only the fields that differ from their defaults."""
-    shown = {
-      field.name: value
+    shown = (
+      f"{field.name}={value!r}"
       for field in dataclasses.fields(self)
       if (value := getattr(self, field.name)) != field.default
-    }
-    return short_repr("MoEConfig", shown)
+    )
+    return f"MoEConfig({', '.join(shown)})"
 
   @functools.cached_property
   def rule(self) -> router.Rule:

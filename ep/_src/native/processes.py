@@ -28,21 +28,15 @@ def tell(state: str) -> None:
       file.write(str(time.monotonic()))
 
 
-def told(path: pathlib.Path, state: str) -> bool:
-  """Returns whether the rank with EP_LAUNCH_STATE = `path` reached `state`."""
-  return _file(path, state).exists()
-
-
 def time_told(path: pathlib.Path, state: str) -> float | None:
-  """Returns the `time.monotonic` at which a rank reached `state`, or None."""
+  """Returns when the rank with EP_LAUNCH_STATE = `path` reached a state.
+
+  The time is of `time.monotonic`; None if the rank has not reached the state.
+  """
   try:
-    return float(_file(path, state).read_text())
+    return float(path.with_name(f"{path.name}.{state}").read_text())
   except (OSError, ValueError):
     return None
-
-
-def _file(path: pathlib.Path, state: str) -> pathlib.Path:
-  return path.with_name(f"{path.name}.{state}")
 
 
 @functools.cache
