@@ -181,7 +181,7 @@ def test_ranks_connect_with_the_id_of_their_domain(
   [
     (["13"], ["12", "13"], "jax_ep_cuda13"),
     ([], ["12"], "jax_ep_cuda12"),
-    (["12"], ["13"], "a wheel of jax-ep-cuda12, which fits the CUDA plugin"),
+    (["12"], ["13"], "a wheel of jax-ep-cuda12;"),
   ],
 )
 def test_the_library_fits_the_plugin_of_jax(

@@ -317,10 +317,7 @@ class Connection:
 
   `Backend.connect` makes a connection on each process of the mesh. The
   connection is open until `close`, or until `release`, which Python calls when
-  it collects the user's `EpGroup`. JAX's caches may keep the connection longer,
-  because it is a parameter of ops.
-
-  A forked child can neither use nor close the connections of its parent.
+  it collects the user's `EpGroup`.
 
   Attributes:
     group: the description of the group, with the backend's defaults resolved.

@@ -75,15 +75,13 @@ def _packages(backend: str) -> tuple[list[str], str]:
   """Returns the packages that may have the library, and their wheels' names."""
   if backend == "host":
     return ["ep"], "jax-ep"
-  fitting = [
+  fits = [
     version
     for version in ("13", "12")
     if importlib.util.find_spec(f"jax_cuda{version}_plugin")
   ]
-  versions = fitting or ["13", "12"]
+  versions = fits or ["13", "12"]
   distributions = " or ".join(f"jax-ep-cuda{v}" for v in versions)
-  if fitting:
-    distributions += ", which fits the CUDA plugin of JAX that is installed"
   return ["ep", *(f"jax_ep_cuda{v}" for v in versions)], distributions
 
 

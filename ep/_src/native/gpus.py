@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import importlib.metadata
 import importlib.util
 import os
-import pkgutil
 import subprocess
 
 # The variable with the fraction of GPU memory that XLA reserves; its default.
@@ -39,11 +38,10 @@ def check_plugin() -> None:
   """
   if not wanted(os.environ) or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
     return
-  spec = importlib.util.find_spec("jax_plugins")
-  places = (spec and spec.submodule_search_locations) or ()
-  if any(pkgutil.iter_modules(places)):
-    return
-  if not importlib.metadata.entry_points(group="jax_plugins"):
+  has_modules = importlib.util.find_spec("jax_plugins")
+  if not has_modules and not importlib.metadata.entry_points(
+    group="jax_plugins"
+  ):
     raise RuntimeError(
       f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} wants GPUs, but this"
       ' Python has no CUDA plugin of JAX. Install it, pip install "jax[cuda13]"'
