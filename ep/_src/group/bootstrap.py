@@ -96,17 +96,14 @@ def _connect(group: EpGroup) -> EpGroup:
 
 def _connect_by_platform(group: EpGroup) -> EpGroup:
   """Connects a group with the platform's native backend, or else with "xla"."""
-  if not meshes.has_devices(group.mesh):
-    return _connect(group)
-  platform = meshes.platform(group.mesh)
-  try:
-    if platform not in NATIVE:
-      raise CannotServe(
-        f"there is no native backend for platform {platform!r}."
-      )
-    return _connect(dataclasses.replace(group, backend=NATIVE[platform]))
-  except CannotServe as why:
-    _logger.warning('group "%s" uses backend = "xla": %s', group.name, why)
+  native = None
+  if meshes.has_devices(group.mesh):
+    native = NATIVE.get(meshes.platform(group.mesh))
+  if native:
+    try:
+      return _connect(dataclasses.replace(group, backend=native))
+    except CannotServe as why:
+      _logger.warning('group "%s" uses backend = "xla": %s', group.name, why)
   return _connect(group)
 
 
