@@ -11,6 +11,7 @@ reads the published places, and gives the watchdog a sentence about them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+import dataclasses
 import json
 import math
 import threading
@@ -34,37 +35,23 @@ class Place(NamedTuple):
   text: str
 
 
+@dataclasses.dataclass
 class Lookout:
   """A thread that publishes its rank's `Place`, and reads the peers' places."""
 
-  def __init__(
-    self,
-    group: str,
-    domain: int,
-    rank: int,
-    processes: list[int],
-    timeout_s: float,
-    look: Callable[[str], Iterable[Any]],
-  ):
-    """Starts the thread.
+  group: str
+  domain: int  # the number of the domain in the group
+  rank: int  # this rank of the domain
+  processes: list[int]  # the process of each rank
+  timeout_s: float  # seconds without progress until the watchdog prints
+  # Takes the sentence about other ranks. Returns the fields of the `Place` of
+  # this rank. Raises `NativeError` when the group is closed.
+  look: Callable[[str], Iterable[Any]]
 
-    Args:
-      group: the name of the group.
-      domain: the number of the domain in the group.
-      rank: this rank of the domain.
-      processes: the process of each rank.
-      timeout_s: seconds without progress until the watchdog prints.
-      look: takes the sentence about other ranks. Returns the fields of the
-        `Place` of this rank. Raises `NativeError` when the group is closed.
-    """
-    self._places = f"ep/place/{group}/{domain}"
-    self._rank = rank
-    self._processes = processes
-    self._timeout_s = timeout_s
-    self._look = look
+  def __post_init__(self) -> None:
     self._is_stopped = threading.Event()
     self._thread = threading.Thread(target=self._run, daemon=True)
-    if math.isfinite(timeout_s):  # otherwise the watchdog never prints
+    if math.isfinite(self.timeout_s):  # otherwise the watchdog never prints
       self._thread.start()
 
   def stop(self) -> None:
@@ -74,28 +61,29 @@ class Lookout:
       self._thread.join(timeout=1)
 
   def _run(self) -> None:
+    places = f"ep/place/{self.group}/{self.domain}"
     others = ""
     first: dict[int, Place] = {}  # first `Place` of each rank in this wait
-    while not self._is_stopped.wait(self._timeout_s / 16):
+    while not self._is_stopped.wait(self.timeout_s / 16):
       try:
-        place = Place(*self._look(others))
+        place = Place(*self.look(others))
       except ffi.NativeError:
         return
       others = ""
-      if place.still_s < self._timeout_s / 4:
+      if place.still_s < self.timeout_s / 4:
         first = {}
         continue
       try:
-        _publish(self._places, self._rank, place)
-        if place.num_left and place.still_s > self._timeout_s / 2:
-          now = _read(self._places) | {self._rank: place}
+        _publish(places, self.rank, place)
+        if place.num_left and place.still_s > self.timeout_s / 2:
+          now = _read(places) | {self.rank: place}
           first = now | first
           answers = {
             rank: place
             for rank, place in now.items()
-            if rank == self._rank or place != first[rank]
+            if rank == self.rank or place != first[rank]
           }
-          others = describe(answers, self._processes)
+          others = describe(answers, self.processes)
       except jax.errors.JaxRuntimeError as e:
         others = f"Of the other ranks nothing is known: {e}."
 
