@@ -2,6 +2,7 @@
 """Tests groups and layers: bootstrap, resize, capacities, copies, closing."""
 
 import copy
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 import threading
 
@@ -236,31 +237,31 @@ def test_a_capacity_factor_multiplies_the_even_load():
   assert config.capacity_for(8) == 32  # 1.25 * 8 * K, rounded up
   assert config.capacity_for(1) == 16  # a segment for each of 4 experts
   for large in 9.0, 1e308:
-    assert config.replace(capacity_factor=large).capacity_for(8) == 60
-  rounded = config.replace(capacity_multiple=24)
+    assert replace(config, capacity_factor=large).capacity_for(8) == 60
+  rounded = replace(config, capacity_multiple=24)
   assert rounded.capacity_for(8) == 48
-  stated = config.replace(recv_capacity_per_rank=20)
+  stated = replace(config, recv_capacity_per_rank=20)
   assert stated.capacity_for(8) == stated.capacity == 20
   limited = ep.EpLayerConfig(group("dp2_ep2"), capacity_factor=1.0)
   assert limited.capacity == limited.capacity_for(1) == T * K
-  assert limited.replace(capacity_factor=2).capacity == 2 * T * K
-  assert limited.replace(capacity_factor=None, top_k=1).capacity == 2 * T
+  assert replace(limited, capacity_factor=2).capacity == 2 * T * K
+  assert replace(limited, capacity_factor=None, top_k=1).capacity == 2 * T
   stated = ep.EpLayerConfig(limited.group, recv_capacity_per_rank=20)
-  assert stated.replace(capacity_factor=2, alignment=4).capacity == 20
-  drop = config.replace(overflow="drop")
+  assert replace(stated, capacity_factor=2, alignment=4).capacity == 20
+  drop = replace(config, overflow="drop")
   Case(drop, "skewed", lead=(8,)).check(sizes)
 
 
 def test_a_layer_inherits_the_drop_policy_of_its_group():
   """`replace` keeps a drop policy, whether the group or the layer stated it."""
   fails = ep.EpLayerConfig(group(drop_by="fair"))
-  drops = fails.replace(overflow="drop")
-  chunks = fails.replace(overflow="chunk")
+  drops = replace(fails, overflow="drop")
+  chunks = replace(fails, overflow="chunk")
   assert {x.drop_by for x in (fails, drops, chunks)} == {"fair"}
-  assert drops.replace(overflow="error") == fails
+  assert replace(drops, overflow="error") == fails
   stated = ep.EpLayerConfig(fails.group, drop_by="slot")
-  assert stated.replace(overflow="drop").drop_by == "slot"
-  assert drops.fingerprint == drops.replace().fingerprint
+  assert replace(stated, overflow="drop").drop_by == "slot"
+  assert drops.fingerprint == replace(drops).fingerprint
   assert ep.EpLayerConfig(group(overflow="drop")).overflow == "drop"
   other = group(drop_by="slot")
   copied = ep.EpLayerConfig(other, overflow="drop", drop_by=drops.drop_by)

@@ -5,6 +5,7 @@ The row "experts" of layer_test.py has LoRA experts that also call a kernel of
 JAX with `segments.group_sizes`.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -152,7 +153,7 @@ def test_unused_rows_do_not_affect_results():
   with jax.debug_nans(True), ep.checked():  # makes the tail zero
     expected = run_moe_step(case.layer, *args, experts=ours)
   with ep.checked():  # makes the tail NaN
-    checked = case.layer.replace(name="checked")
+    checked = dataclasses.replace(case.layer, name="checked")
     got = run_moe_step(checked, *args, experts=ours)
   assert_same_bits(got, expected)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))

@@ -111,9 +111,7 @@ class EpGroup(NotCopied):
   and with `ep_finalize`. After an exception, the group closes immediately.
 
   The attributes are the arguments of `ep_bootstrap`, with defaults resolved,
-  and derived values: `ep_size` is P, `num_local_experts` L, `num_expert_slots`
-  P * L, `token_axes` are the mesh axes that shard tokens, and `num_token_ranks`
-  is R.
+  and derived values.
   """
 
   name: str

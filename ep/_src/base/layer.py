@@ -161,19 +161,6 @@ class EpLayerConfig(NotCopied):
       " pass None for the worst case.",
     )
 
-  def replace(self, **changes: Any) -> EpLayerConfig:
-    """Returns a layer with other values.
-
-    Args:
-      **changes: arguments of `EpLayerConfig`; the other values stay the same.
-
-    Raises:
-      ValueError, TypeError: as `EpLayerConfig` does.
-    """
-    return dataclasses.replace(self, **changes)
-
-  __replace__ = replace  # for copy.replace
-
   def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(
       f'the layer "{self.name}"',

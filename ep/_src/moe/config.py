@@ -265,7 +265,7 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
   if most is None:  # the capacity follows the tokens of each chunk
     return layer
   rows = layer.rows_for(-(-most // config.token_chunks))
-  return layer.replace(recv_capacity_per_rank=rows)
+  return dataclasses.replace(layer, recv_capacity_per_rank=rows)
 
 
 def _check_axes(op: str, group: EpGroup, config: MoEConfig) -> None:
