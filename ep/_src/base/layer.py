@@ -23,7 +23,6 @@ from ep._src.base.group import (
 WIRES = (None, "fp8_block128", "mxfp8")
 
 _CHECKS: dict[str, arguments.Check] = {
-  "name": arguments.label,
   "capacity_factor": arguments.optional(arguments.capacity_factor),
   "top_k": arguments.optional(arguments.integer),
   "recv_capacity_per_rank": arguments.optional(arguments.integer),
@@ -114,7 +113,10 @@ class EpLayerConfig(NotCopied):
     arguments.resolve(what, self, _CHECKS)
     self._check_choices(what)
     self._set_capacity(what)
-    vars(self).update(fingerprint=self._hash(), _known={})
+    # The repr has all arguments of the layer and of its group.
+    digest = hashlib.sha256(repr(self).encode()).digest()
+    fingerprint = int.from_bytes(digest[:8], "little") >> 1
+    vars(self).update(fingerprint=fingerprint, _known={})
 
   def _check_choices(self, what: str) -> None:
     group = self.group
@@ -245,15 +247,6 @@ class EpLayerConfig(NotCopied):
       " split the tokens into several ops.",
     )
 
-  def _arguments(self) -> dict[str, Any]:
-    fields = (f.name for f in dataclasses.fields(self) if f.init)
-    return {name: getattr(self, name) for name in fields}
-
-  def _hash(self) -> int:
-    own = {k: str(v) for k, v in self._arguments().items() if k != "group"}
-    digest = hashlib.sha256(repr(self.group.texts() | own).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
   def sizes(self, num_tokens: int, tail: str | None = None) -> Sizes:
     """Returns the parameter of an op that is traced now.
 
@@ -264,15 +257,13 @@ class EpLayerConfig(NotCopied):
     Raises:
       ValueError: `num_tokens` is too large.
     """
-    key = num_tokens, contexts.tail(tail or self.tail), contexts.is_checked()
-    if key not in self._known:
-      self._known[key] = self._make_sizes(*key)
-    return self._known[key]
-
-  def _make_sizes(self, num_tokens: int, tail: str, checked: bool) -> Sizes:
+    checked = contexts.is_checked()
+    key = num_tokens, contexts.tail(tail or self.tail), checked
+    if key in self._known:
+      return self._known[key]
     connection = self.group.connection
     group = connection.group
-    return Sizes(
+    self._known[key] = Sizes(
       connection=connection,
       group=group,
       name=self.name,
@@ -286,12 +277,13 @@ class EpLayerConfig(NotCopied):
       alignment=self.alignment,
       overflow=self.overflow,
       fair=self.overflow == "drop" and self.drop_by != "slot",
-      tail=tail,
+      tail=key[1],
       wire=self.wire,
       checked=checked,
       raises=checked or group.errors == "raise",
       fingerprint=self.fingerprint,
     )
+    return self._known[key]
 
   def worst_case(self, num_tokens: int) -> int:
     """Returns the least capacity for any routing of T = `num_tokens` tokens."""
