@@ -205,12 +205,7 @@ def ep_bootstrap(
     FileNotFoundError: the native library is missing.
   """
   meshes.check("ep_bootstrap", mesh)
-  arguments.check(
-    isinstance(backend, str | None) and backend in (None, *BACKENDS),
-    "ep_bootstrap",
-    f"backend = {backend!r}, but there are only"
-    f" {', '.join(map(repr, BACKENDS))}; None picks by platform.",
-  )
+  arguments.one_of(None, *BACKENDS)("ep_bootstrap", "backend", backend)
   if data_axes is None:
     data_axes = tuple(a for a in mesh.axis_names if a != axis_name)
     _warn_of_model_axes(mesh, data_axes)
