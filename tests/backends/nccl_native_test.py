@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 import shutil
+import types
 
 import pytest
 
@@ -41,10 +42,13 @@ def on_ranks(count, function):
     list(threads.map(function, range(count)))
 
 
-def create_group(**options):
-  ffi.create_nccl_group(
-    config="", domain=0, nccl="", nccl_ep="", **SIZES | options
-  )
+def create_group(name, ranks, **changes):
+  """Creates a group of one domain; `changes` are of SIZES."""
+  values = SIZES | changes
+  of_call = "max_tokens", "capacity", "max_row_bytes"
+  sizes = {size: values.pop(size) for size in of_call}
+  group = types.SimpleNamespace(name=name, program_text="", **values)
+  ffi.create_nccl_group(group, ranks, domain=0, nccl="", nccl_ep="", **sizes)
 
 
 def connect(names, num_hosts=1, **sizes):

@@ -72,10 +72,7 @@ class HostBackend(Backend):
       later = range(mine + 1, len(members))
       peers |= listener.accept({i: pids[i] for i in later})
       ffi.create_host_group(
-        name=group.name,
-        config=group.program_text,
-        num_experts=group.num_experts,
-        ep_size=group.ep_size,
+        group,
         ranks=[
           (members.index(d.process_index), d.id)
           for d in meshes.domains(mesh, group.axis_name).flat
@@ -85,8 +82,6 @@ class HostBackend(Backend):
           (process, pids[i], peers[i].detach() if i in peers else -1)
           for i, process in enumerate(members)
         ],
-        timeout_s=group.timeout_s,
-        exit_after_s=group.exit_after_s,
       )
     return NativeConnection(group)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ep._src.base import compat
 from ep._src.base.backend import OPS
+from ep._src.base.group import EpGroup
 from ep._src.native import shipped_files
 
 # For each backend: its platform's name in library files, and in XLA.
@@ -189,13 +190,12 @@ class _HostGroup(ctypes.Structure):
 
 
 def create_host_group(
-  name: str,
-  config: str,
+  group: EpGroup,
   processes: list[tuple[int, int, int]],
   ranks: list[tuple[int, int]],
-  **fields: float,
+  process: int,
 ) -> None:
-  """Creates the native group `name`; see `_HostGroup` for the other `fields`.
+  """Creates the native group; `process` is the index of this process.
 
   `processes` lists (JAX's process id, operating system's id, file descriptor of
   the connected socket). The group closes the sockets. `ranks` lists (index in
@@ -204,16 +204,20 @@ def create_host_group(
   of_processes, of_ranks = (
     np.array(numbers, np.int32).ctypes for numbers in (processes, ranks)
   )
-  group = _HostGroup(
-    name=name.encode(),
-    config=config.encode(),
+  fields = _HostGroup(
+    name=group.name.encode(),
+    config=group.program_text.encode(),
+    num_experts=group.num_experts,
+    timeout_s=group.timeout_s,
+    exit_after_s=group.exit_after_s,
     processes=of_processes.data_as(ctypes.POINTER(ctypes.c_int32)),
     ranks=of_ranks.data_as(ctypes.POINTER(ctypes.c_int32)),
     num_processes=len(processes),
     num_ranks=len(ranks),
-    **fields,
+    ep_size=group.ep_size,
+    process=process,
   )
-  args = ctypes.byref(group)
+  args = ctypes.byref(fields)
   call("host", "ep_host_group_create", args, op="ep_bootstrap")
 
 
@@ -231,40 +235,34 @@ def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
 
 
 def create_nccl_group(
-  name: str,
-  config: str,
+  group: EpGroup,
   ranks: dict[int, int],
   domain: int,
-  num_experts: int,
-  ep_size: int,
   max_tokens: int,
   capacity: int,
   max_row_bytes: int,
-  max_num_sms: int,
-  timeout_s: float,
-  exit_after_s: float,
   nccl: str,
   nccl_ep: str,
 ) -> None:
-  """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
+  """Creates the native group; see ep_ffi/backends/nccl/bootstrap.cc.
 
   `ranks` maps the ranks of this process in the `domain` to ordinals of GPUs.
   For `nccl` and `nccl_ep` see `new_nccl_id`.
   """
-  sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
+  sizes = group.num_experts, group.ep_size, max_tokens, capacity, max_row_bytes
   array = ctypes.c_int32 * len(ranks)
   call(
     "nccl",
     "ep_nccl_group_create",
-    name.encode(),
-    config.encode(),
+    group.name.encode(),
+    group.program_text.encode(),
     array(*ranks),
     array(*ranks.values()),
     ctypes.c_int64(len(ranks)),
     ctypes.c_int32(domain),
-    *map(ctypes.c_int64, sizes),
-    ctypes.c_double(timeout_s),
-    ctypes.c_double(exit_after_s),
+    *map(ctypes.c_int64, (*sizes, group.max_num_sms)),
+    ctypes.c_double(group.timeout_s),
+    ctypes.c_double(group.exit_after_s),
     nccl.encode(),
     nccl_ep.encode(),
     op="ep_bootstrap",

@@ -120,19 +120,13 @@ class NcclBackend(Backend):
       ffi.library("nccl")
       nccl, nccl_ep = installation.prepare(device)
       ffi.create_nccl_group(
-        name=group.name,
-        config=group.program_text,
+        group=group,
         ranks={r: d.local_hardware_id for r, d in ranks.items()},
         domain=domain,
-        num_experts=group.num_experts,
-        ep_size=group.ep_size,
         max_tokens=_size(group, "max_tokens_per_rank"),
         capacity=_capacity(group),
         max_row_bytes=_padded_width(_size(group, "hidden_dim"))
         * group.max_token_dtype.itemsize,
-        max_num_sms=group.max_num_sms,
-        timeout_s=group.timeout_s,
-        exit_after_s=group.exit_after_s,
         nccl=nccl,
         nccl_ep=nccl_ep,
       )
@@ -160,26 +154,15 @@ class NcclBackend(Backend):
       stack.pop_all()
     capacity = _capacity(group)
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
-    lookouts = _lookouts(group, domain, [*ranks], domains[domain])
+    members = [d.process_index for d in domains[domain]]
+    lookouts = [
+      Lookout(
+        *(group.name, domain, rank, members, group.timeout_s),
+        functools.partial(ffi.nccl_place, group.name, i),
+      )
+      for i, rank in enumerate(ranks)
+    ]
     return NcclConnection(group, _communicator() == "xla", lookouts)
-
-
-def _lookouts(
-  group: EpGroup, domain: int, ranks: list[int], devices: np.ndarray
-) -> list[Lookout]:
-  """Returns a lookout for each rank of this process in a domain of devices."""
-  members = [d.process_index for d in devices]
-  return [
-    Lookout(
-      group.name,
-      domain,
-      rank,
-      members,
-      group.timeout_s,
-      functools.partial(ffi.nccl_place, group.name, i),
-    )
-    for i, rank in enumerate(ranks)
-  ]
 
 
 class NcclConnection(connection.NativeConnection):
