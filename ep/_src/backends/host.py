@@ -90,7 +90,6 @@ def _introduction(listener: sockets.Listener) -> dict[str, Any]:
   """Returns what the other processes must know of this one."""
   return dict(
     host=[
-      processes.boot_id(),
       processes.namespace("net"),  # the scope of abstract addresses
       processes.namespace("user"),
       os.geteuid(),

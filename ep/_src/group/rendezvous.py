@@ -258,8 +258,7 @@ class Meeting:
         text = self.client.blocking_key_value_get(
           f"{self.folder}/verdict", math.ceil(min(wait_s, left_s) * 1000)
         )
-        verdict: dict[str, str] = json.loads(text)
-        return verdict
+        return dict(json.loads(text))
       except jax.errors.JaxRuntimeError:
         if liveness.dead(self.client, [first]):
           return dict(error="RuntimeError", text=_died(first))

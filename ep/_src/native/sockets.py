@@ -130,7 +130,10 @@ def connect(
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
       peer.setblocking(False)
-      while not _connects(peer, f"\0{address}", deadline):
+      while code := peer.connect_ex(f"\0{address}"):
+        is_full = code == errno.EAGAIN  # the queue of the other end
+        if not is_full or time.monotonic() > deadline:
+          raise OSError(code, os.strerror(code))
         time.sleep(_RETRY_S)
       if not _is_process(peer, pid):
         raise OSError(errno.EPERM, "another process listens at its address")
@@ -139,17 +142,6 @@ def connect(
       peer.close()
       raise
   return peer
-
-
-def _connects(peer: socket.socket, address: str, deadline: float) -> bool:
-  """Connects a socket; returns False if the queue of the other end is full."""
-  try:
-    peer.connect(address)
-  except BlockingIOError:
-    if time.monotonic() > deadline:
-      raise
-    return False
-  return True
 
 
 def _number(peer: socket.socket, pids: Mapping[int, int]) -> int | None:
