@@ -301,12 +301,15 @@ class Sizes:
 
   def worst_case(self) -> int:
     """Returns the least capacity for any routing of the tokens."""
-    return worst_case(self.P * self.T, self.K, self.L, self.alignment)
+    return worst_case(self.group, self.T, self.K, self.alignment)
 
 
-def worst_case(num_tokens: int, K: int, L: int, alignment: int) -> int:
-  """Returns the least capacity for any routing of the tokens of all ranks."""
-  rows = num_tokens * min(K, L) + L * (alignment - 1)
+def worst_case(
+  group: EpGroup, num_tokens: int, top_k: int, alignment: int
+) -> int:
+  """Returns the least capacity for any routing of T = `num_tokens` tokens."""
+  L = group.num_local_experts
+  rows = group.ep_size * num_tokens * min(top_k, L) + L * (alignment - 1)
   return -(-rows // alignment) * alignment
 
 

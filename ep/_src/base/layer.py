@@ -153,7 +153,8 @@ class EpLayerConfig(NotCopied):
     object.__setattr__(self, "_fixed", fixed)
     # The least C: an aligned slab per local expert, at most the worst case.
     least = self.group.num_local_experts * self.alignment
-    least = min(least, self.worst_case(most))
+    worst = worst_case(group, most, self.top_k, self.alignment)
+    least = min(least, worst)
     arguments.check(
       rows >= least and rows % self.alignment == 0,
       what,
@@ -213,7 +214,7 @@ class EpLayerConfig(NotCopied):
     """Returns C for T > 0 tokens if the layer has no fixed capacity."""
     rows = self.group.recv_capacity_per_rank
     if rows is None:
-      rows = self.worst_case(num_tokens)
+      rows = worst_case(self.group, num_tokens, self.top_k, self.alignment)
     if self.capacity_factor is not None:
       even = min(self.capacity_factor * num_tokens * self.top_k, rows)
       slabs = max(
@@ -284,11 +285,6 @@ class EpLayerConfig(NotCopied):
       fingerprint=self.fingerprint,
     )
     return self._known[key]
-
-  def worst_case(self, num_tokens: int) -> int:
-    """Returns the least capacity for any routing of T = `num_tokens` tokens."""
-    P, L = self.group.ep_size, self.group.num_local_experts
-    return worst_case(P * num_tokens, self.top_k, L, self.alignment)
 
 
 def check_layer(op: str, layer: EpLayerConfig) -> None:
