@@ -22,8 +22,7 @@ class HostBackend(Backend):
   """A backend for CPU devices of processes that share memory."""
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
-    mesh = mesh_of_devices("host", mesh)
-    platform = mesh.devices.flat[0].platform
+    platform = meshes.platform(mesh_of_devices("host", mesh))
     if platform != "cpu":
       raise CannotServe(
         f'ep_bootstrap: backend = "host" needs a mesh of CPU devices, not of'
@@ -43,7 +42,13 @@ class HostBackend(Backend):
         ffi.library("host")
         nonlocal listener
         listener = stack.enter_context(sockets.Listener())
-        return _introduction(listener)
+        scopes = ("net", "user")  # abstract addresses are of the first
+        return dict(
+          host=[*map(processes.namespace, scopes), os.geteuid()],
+          address=listener.address,
+          pid=os.getpid(),
+          namespace=processes.namespace(),
+        )
 
       answers = join(group, introduce)
       me = jax.process_index()
@@ -84,20 +89,6 @@ class HostBackend(Backend):
         ],
       )
     return NativeConnection(group)
-
-
-def _introduction(listener: sockets.Listener) -> dict[str, Any]:
-  """Returns what the other processes must know of this one."""
-  return dict(
-    host=[
-      processes.namespace("net"),  # the scope of abstract addresses
-      processes.namespace("user"),
-      os.geteuid(),
-    ],
-    address=listener.address,
-    pid=os.getpid(),
-    namespace=processes.namespace(),
-  )
 
 
 def _check_one_host(answers: dict[int, dict[str, Any]], me: int) -> None:

@@ -52,14 +52,8 @@ class NativeConnection(Connection):
     ffi.check_group(self.group.backend, self.group.name)
 
   def mem_bytes(self, sizes: Sizes) -> int:
-    return _offsets(sizes)[1] + ffi.mem_bytes(
-      self.group.backend,
-      self.group.name,
-      sizes.T,
-      sizes.K,
-      sizes.alignment,
-      sizes.C,
-    )
+    group, shape = self.group, (sizes.T, sizes.K, sizes.alignment, sizes.C)
+    return _offsets(sizes)[1] + ffi.mem_bytes(group.backend, group.name, *shape)
 
   def lower(
     self, op: str, ctx: LoweringContext, *operands: Any, sizes: Sizes

@@ -74,7 +74,9 @@ class Lookout:
         first = {}
         continue
       try:
-        _publish(places, self.rank, place)
+        key = f"{places}/{self.rank}"
+        client = compat.distributed_client()
+        client.key_value_set(key, json.dumps(place), allow_overwrite=True)
         if place.num_left and place.still_s > self.timeout_s / 2:
           now = _read(places) | {self.rank: place}
           first = now | first
@@ -86,12 +88,6 @@ class Lookout:
           others = describe(answers, self.processes)
       except jax.errors.JaxRuntimeError as e:
         others = f"Of the other ranks nothing is known: {e}."
-
-
-def _publish(folder: str, rank: int, place: Place) -> None:
-  compat.distributed_client().key_value_set(
-    f"{folder}/{rank}", json.dumps(place), allow_overwrite=True
-  )
 
 
 def _read(folder: str) -> dict[int, Place]:
