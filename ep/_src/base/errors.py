@@ -136,8 +136,13 @@ def raise_fault(fault: np.ndarray) -> None:
       f" {capacity}; raise capacity_factor or recv_capacity_per_rank, balance"
       ' the routing, or use overflow="drop"'
     )
-  hashes = np.array([says[0]] * rank + [says[1]])
-  raise disagreement(op, "a hash of the configuration", hashes)
+  if kind == _DISAGREEMENT:
+    hashes = np.array([says[0]] * rank + [says[1]])
+    raise disagreement(op, "a hash of the configuration", hashes)
+  raise ValueError(
+    "the words of a fault were changed; pass the handle or the metrics as the"
+    " op or the layer returned them"
+  )
 
 
 def carried_fault(array: jax.Array) -> jax.Array:

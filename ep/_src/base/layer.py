@@ -83,7 +83,7 @@ class EpLayerConfig(NotCopied):
     TypeError: a size is no integer.
   """
 
-  group: EpGroup
+  group: EpGroup = dataclasses.field(repr=False)
   # Any: None, until `__post_init__` takes the value of the group.
   top_k: Any = None
   alignment: Any = None
@@ -113,8 +113,8 @@ class EpLayerConfig(NotCopied):
     arguments.resolve(what, self, _CHECKS)
     self._check_choices(what)
     self._set_capacity(what)
-    # The repr has all arguments of the layer and of its group.
-    digest = hashlib.sha256(repr(self).encode()).digest()
+    # The texts have all arguments of the layer and of its group.
+    digest = hashlib.sha256(repr((self.group, self)).encode()).digest()
     fingerprint = int.from_bytes(digest[:8], "little") >> 1
     vars(self).update(fingerprint=fingerprint, _known={})
 
