@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Code for XLA:CPU: decodes a call's context, and implements operations that
-// XLA:CPU lacks, for ep/_src/matmul/unwritten_rows.py.
+// XLA:CPU lacks, for ep/_src/ops/row_map.py.
 
 #include <cstring>
 #include <memory>

@@ -136,7 +136,7 @@ def test_work_follows_the_used_rows():
 
   call = jax.jit(
     lambda n, x: row_map._apply_by_blocks(
-      n, x, fn=lambda x: [fn(x)], tail="zero"
+      n, x, fn=lambda x: [fn(x)], tail="zero", is_native=False
     )
   )
   for count in (0, 129):

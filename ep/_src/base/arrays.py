@@ -9,10 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import arguments
+
+# The value of rows after the last slab, where XLA must write these rows.
+TAILS = {"unspecified": 0, "zero": 0, "nan": jnp.nan}
 
 
 def array(what: str, name: str, value: Any) -> jax.Array:
@@ -83,14 +87,18 @@ def int32(x: jax.Array) -> jax.Array:
   return x.clip(max(old.min, new.min), min(old.max, new.max)).astype(jnp.int32)
 
 
-def iota(n: int) -> jax.Array:
-  """Returns 0, 1... n - 1 as int32, also under jax_enable_x64."""
-  return jnp.arange(n, dtype=jnp.int32)
-
-
 def expanded(x: jax.Array, ndim: int) -> jax.Array:
   """Returns `x` with axes of size 1 appended, so that it has `ndim` axes."""
   return x.reshape(*x.shape, *[1] * (ndim - x.ndim))
+
+
+def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
+  """Returns the rows, with zeros or NaNs after the first `num_used`."""
+  if tail == "unspecified":
+    return rows
+  used = lax.iota(jnp.int32, rows.shape[0]) < num_used
+  filler = jnp.full_like(rows, TAILS[tail])
+  return jnp.where(expanded(used, rows.ndim), rows, filler)
 
 
 def dtype(what: str, name: str, value: Any) -> np.dtype:

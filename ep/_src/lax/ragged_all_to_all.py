@@ -370,7 +370,7 @@ def _take(
   and is written to `output` from row here[k] on. Where slices overlap, the last
   slice wins; with `adds`, they are added from the last to the first.
   """
-  at = arrays.iota(len(output))
+  at = lax.iota(jnp.int32, len(output))
 
   def before(k: jax.Array | int) -> Any:
     """Returns, for each row, the last slice before k that writes it, or -1."""

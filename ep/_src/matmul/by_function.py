@@ -21,7 +21,7 @@ from jax import Array, lax
 import jax.numpy as jnp
 
 from ep._src.base import arguments
-from ep._src.matmul.unwritten_rows import cut
+from ep._src.base.arrays import cut
 
 _Arrays = Sequence[Array]
 

@@ -18,10 +18,9 @@ import logging
 from typing import Any
 
 import jax
-from jax import Array
+from jax import Array, lax
 import jax.numpy as jnp
 
-from ep._src.base.arrays import iota
 from ep._src.matmul import tiles
 from ep._src.matmul.by_function import ByFunction
 
@@ -174,7 +173,7 @@ def _apart(sizes: Array, *arrays: Array) -> tuple[Array, ...]:
   """
   apart = -(-sizes // _DEPTH) * _DEPTH
   num_rows = arrays[0].shape[0] + len(sizes) * (_DEPTH - 1)
-  row = iota(-(-num_rows // _DEPTH) * _DEPTH)
+  row = lax.iota(jnp.int32, -(-num_rows // _DEPTH) * _DEPTH)
   ends = jnp.cumsum(apart, dtype=jnp.int32)
   slab = (ends[None] <= row[:, None]).sum(1, dtype=jnp.int32)
   slab = jnp.minimum(slab, len(sizes) - 1)

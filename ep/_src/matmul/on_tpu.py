@@ -20,7 +20,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from ep._src.matmul.unwritten_rows import cut
+from ep._src.base.arrays import cut
 
 _logger = logging.getLogger("ep")
 _Arrays = Sequence[Array]

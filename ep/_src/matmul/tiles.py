@@ -27,9 +27,7 @@ import functools
 from jax import Array, lax
 import jax.numpy as jnp
 
-from ep._src.base.arrays import iota
-from ep._src.matmul import unwritten_rows
-from ep._src.matmul.unwritten_rows import slice_rows, TAILS
+from ep._src.base.arrays import TAILS
 
 _Arrays = Sequence[Array]
 
@@ -100,7 +98,7 @@ def _map_tiles(
   def step(tile: _Tile, outs: _Arrays) -> list[Array]:
     values = fn(*map(tile.read, rows), *(_at(w, tile.slab) for w in matrices))
     return [
-      unwritten_rows.write(out, x.astype(dtype), tile.start, tile.inside)
+      tile.write(out, x.astype(dtype))
       for out, x in zip(outs, values, strict=True)
     ]
 
@@ -144,12 +142,21 @@ class _Tile:
     self.slab = slab
     self._height = min(_HEIGHT, num_rows)
     self.start = jnp.minimum(first, num_rows - self._height)
-    row = self.start + iota(self._height)
+    row = self.start + lax.iota(jnp.int32, self._height)
     self.inside = (row >= first) & (row < end)
 
   def read(self, rows: Array) -> Array:
     """Returns the rows of the tile, including rows outside of the slab."""
-    return slice_rows(rows, self.start, self._height)
+    return lax.dynamic_slice_in_dim(
+      rows, self.start, self._height, allow_negative_indices=False
+    )
+
+  def write(self, rows: Array, values: Array) -> Array:
+    """Returns `rows` with the tile's `values` in the rows of the slab."""
+    values = jnp.where(self.inside[:, None], values, self.read(rows))
+    return lax.dynamic_update_slice_in_dim(
+      rows, values, self.start, 0, allow_negative_indices=False
+    )
 
 
 def _dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:

@@ -73,7 +73,7 @@ def of_rank(
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
   ids = topk_idx
   first = lax.axis_index(sizes.group.axis_name) * sizes.L
-  held = first + arrays.iota(sizes.L)
+  held = first + lax.iota(jnp.int32, sizes.L)
   if placement is not None:
     ids = placement.slots_of(topk_idx)
     held = jnp.asarray(placement.experts)[held]

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from ep._src.base import arguments, arrays
-from ep._src.base.arrays import iota
 from ep._src.base.group import check_group, EpGroup
 from ep._src.lax.ragged_all_to_all import ragged_all_to_all
 from ep._src.moe.parameters import split_axis
@@ -247,10 +246,10 @@ def _moved(
   P, L = lax.axis_size(axis_name), x.shape[at]
   to = _new_slots(old, new, P * L)
   to = jnp.broadcast_to(to, (*x.shape[:at], P * L)).reshape(-1, P, L)
-  rank, me = iota(P)[:, None, None], lax.axis_index(axis_name)
+  rank, me = lax.iota(jnp.int32, P)[:, None, None], lax.axis_index(axis_name)
   own = to[:, me]
   sent, received = own[None] // L == rank, to.swapaxes(0, 1) // L == me
-  first = L * iota(len(to))[:, None]
+  first = L * lax.iota(jnp.int32, len(to))[:, None]
 
   def of_slices(values: jax.Array) -> jax.Array:
     """Broadcasts values to [P, layers, L], and flattens them to int32."""
@@ -260,7 +259,7 @@ def _moved(
   moved = ragged_all_to_all(
     rows,
     jnp.zeros_like(rows),
-    of_slices(first + iota(L)[None]),
+    of_slices(first + lax.iota(jnp.int32, L)[None]),
     of_slices(sent),
     of_slices(first + own % L),
     of_slices(received),
@@ -273,7 +272,9 @@ def _new_slots(
   old: Placement | None, new: Placement | None, num_experts: int
 ) -> jax.Array:
   """Returns [..., E], the new slot of the expert in each old slot."""
-  experts = iota(num_experts) if old is None else jnp.asarray(old.experts)
+  experts = lax.iota(jnp.int32, num_experts)
+  if old is not None:
+    experts = jnp.asarray(old.experts)
   if new is None:
     return experts
   slots = jnp.asarray(new.slots)

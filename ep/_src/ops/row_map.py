@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,11 +22,10 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import compat, contexts
-from ep._src.base.arrays import expanded
+from ep._src.base.arrays import cut, expanded, TAILS
 from ep._src.base.compat import ad
 from ep._src.lax import primitive
-from ep._src.matmul import unwritten_rows
-from ep._src.matmul.unwritten_rows import cut
+from ep._src.native import ffi
 
 # The rows of a block. Larger blocks are not faster. An array of fewer rows is
 # one smaller block, which may round differently; deterministic layers have only
@@ -105,14 +105,9 @@ def _map_all_rows(
   return jax.tree.map(lambda x: with_tokens(x, 0), outs)
 
 
-def repeated(values: jax.Array, rows: jax.Array) -> jax.Array:
-  """Broadcasts values [B] to the shape of rows [B, H]."""
-  return lax.broadcast_in_dim(values, rows.shape, (0,))
-
-
 def weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
   """Returns rows [B, H] times weights [B], multiplied in float32."""
-  products = repeated(weights, rows) * rows.astype(jnp.float32)
+  products = weights[:, None] * rows.astype(jnp.float32)
   return products.astype(rows.dtype)
 
 
@@ -212,31 +207,86 @@ def _apply_to_all_rows(
   return [cut(out, num_used, tail) for out in fn(*arrays)]
 
 
+def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+  apply: Callable[..., Any] = _apply_to_all_rows  # one block needs no loop
+  if ctx.avals_in[1].shape[0] > HEIGHT:
+    apply = functools.partial(_apply_by_blocks, is_native=ffi.is_native(ctx))
+  return compat.lower_local(apply)(ctx, *operands, **params)
+
+
 def _apply_by_blocks(
-  num_used: jax.Array, *arrays: jax.Array, fn: Callable[..., Any], tail: str
+  num_used: jax.Array,
+  *arrays: jax.Array,
+  fn: Callable[..., Any],
+  tail: str,
+  is_native: bool,
 ) -> list[jax.Array]:
+  """Fills the blocks of used rows, in a loop on XLA:CPU.
+
+  The native library has two operations that XLA:CPU lacks:
+
+    * an uninitialized array. XLA:CPU fills a new array with zeros, which takes
+      time and memory for all pages, also for pages without used rows.
+    * a bitcast of the used rows of an array. The loop accesses 16-bit floats as
+      integers, because XLA:CPU would convert the whole array to float32 in each
+      step. XLA's bitcast copies all rows.
+
+  Without the library, or for another process, XLA's operations replace them.
+  """
   num_rows = arrays[0].shape[0]
-  if num_rows <= HEIGHT:  # one block, without the cost of a loop
-    return [cut(out, num_used, tail) for out in fn(*arrays)]
-  height = HEIGHT
-  readers = [unwritten_rows.Reader(x, num_used) for x in arrays]
+
+  def retyped(x: jax.Array, dtype: jnp.dtype, count: jax.Array) -> jax.Array:
+    """Returns an array whose first `count` rows have the bits of `x`."""
+    if x.dtype == dtype or not is_native:
+      return lax.bitcast_convert_type(x, dtype)
+    result = jax.ShapeDtypeStruct(x.shape, dtype)
+    return jax.ffi.ffi_call("ep_retyped", result)(x, count)
+
+  def new(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    if tail != "unspecified" or not is_native:
+      filled = jnp.full(shape, TAILS[tail], dtype)
+      return lax.bitcast_convert_type(filled, _bits(dtype))
+    result = jax.ShapeDtypeStruct(shape, _bits(dtype))
+    # Without a side effect, XLA would hoist the array out of a scan over
+    # layers, and copy the array in each layer.
+    return jax.ffi.ffi_call("ep_unwritten", result, has_side_effect=True)()
 
   def step(i: jax.Array, outs: list[jax.Array]) -> list[jax.Array]:
-    start = jnp.minimum(i * height, num_rows - height)
-    blocks = [read(start, height) for read in readers]
+    start = jnp.minimum(i * HEIGHT, num_rows - HEIGHT)
+    blocks = [
+      lax.bitcast_convert_type(_read(x, start, HEIGHT), array.dtype)
+      for x, array in zip(operands, arrays, strict=True)
+    ]
+    rows = (cut(y, num_used - start, tail) for y in fn(*blocks))
     return [
-      unwritten_rows.write(out, rows, start)
-      for out, rows in zip(outs, fn(*blocks), strict=True)
+      _write(out, lax.bitcast_convert_type(y, out.dtype), start, 0)
+      for out, y in zip(outs, rows, strict=True)
     ]
 
   types = jax.eval_shape(fn, *arrays)
-  outs = [unwritten_rows.new(t.shape, t.dtype) for t in types]
-  num_blocks = lax.div(num_used + (height - 1), jnp.int32(height))
+  operands = [retyped(x, _bits(x.dtype), num_used) for x in arrays]
+  outs = [new(t.shape, t.dtype) for t in types]
+  num_blocks = lax.div(num_used + (HEIGHT - 1), jnp.int32(HEIGHT))
   outs = lax.fori_loop(0, num_blocks, step, outs)
+  written = num_used if tail == "unspecified" else jnp.int32(num_rows)
   return [
-    unwritten_rows.finish(out, t.dtype, num_used, tail)
-    for out, t in zip(outs, types, strict=True)
+    retyped(out, t.dtype, written) for out, t in zip(outs, types, strict=True)
   ]
+
+
+# If negative indices are allowed, JAX adds operations to handle them.
+_read = functools.partial(
+  lax.dynamic_slice_in_dim, allow_negative_indices=False
+)
+_write = functools.partial(
+  lax.dynamic_update_slice_in_dim, allow_negative_indices=False
+)
+
+
+def _bits(dtype: jnp.dtype) -> jnp.dtype:
+  """Returns the type of the bits of 16-bit floats, and other types as is."""
+  is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return jnp.dtype(f"uint{8 * dtype.itemsize}") if is_short else dtype
 
 
 def _types(
@@ -298,7 +348,7 @@ _map_p = primitive.new(
   "ep_map_used_rows",
   _types,
   compat.lower_local(_apply_to_all_rows),
-  on_cpu=compat.lower_local(_apply_by_blocks),
+  on_cpu=_lower_on_cpu,
   static=["fn", "tail"],
 )
 ad.primitive_jvps[_map_p] = _jvp
