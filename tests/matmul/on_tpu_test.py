@@ -12,6 +12,7 @@ import pytest
 
 import ep
 from ep._src.matmul import on_tpu
+from ep._src.matmul.by_function import RAGGED_DOT
 from ep.testing import GroupedMatmul
 
 L, F, G = 4, 72, 80
@@ -19,14 +20,14 @@ L, F, G = 4, 72, 80
 
 @jax.custom_vjp
 def matmul(rows, matrices, sizes):
-  return on_tpu.expand(sizes, rows, [matrices], "zero")[0]
+  return on_tpu.MEGABLOX.expand(sizes, rows, [matrices], "zero")[0]
 
 
 def _backward(residuals, g):
   rows, matrices, sizes = residuals
   return (
-    on_tpu.contract(sizes, [g], [matrices], "zero"),
-    on_tpu.outer(sizes, rows, [g], matrices.dtype)[0],
+    on_tpu.MEGABLOX.contract(sizes, [g], [matrices], "zero"),
+    on_tpu.MEGABLOX.outer(sizes, rows, [g], matrices.dtype)[0],
     None,
   )
 
@@ -79,9 +80,13 @@ def test_float32_matrices_and_gradients_beside_bfloat16_rows():
 
   @jax.jit
   def products(rows, ws):
-    outs = on_tpu.expand(sizes, rows, ws, "zero")
-    back = on_tpu.contract(sizes, outs, ws, "zero")
-    return outs, back, on_tpu.outer(sizes, rows, outs, jnp.dtype("float32"))
+    outs = on_tpu.MEGABLOX.expand(sizes, rows, ws, "zero")
+    back = on_tpu.MEGABLOX.contract(sizes, outs, ws, "zero")
+    return (
+      outs,
+      back,
+      on_tpu.MEGABLOX.outer(sizes, rows, outs, jnp.dtype("float32")),
+    )
 
   with pltpu.force_tpu_interpret_mode():
     outs, back, grads = jax.tree.map(np.asarray, products(rows, ws))
@@ -122,5 +127,7 @@ def test_programs_lower_for_tpus(precision, wide):
 
 def test_what_the_kernels_do_not_take():
   rows = jax.ShapeDtypeStruct((130, F), jnp.float16)
-  assert not on_tpu.takes(rows, (L, F, G))
-  assert on_tpu.takes(rows.update(dtype=jnp.bfloat16), (L, F, G))
+  matrices = jax.ShapeDtypeStruct((L, F, G), jnp.float16)
+  assert on_tpu.choose(rows, matrices) is RAGGED_DOT
+  rows = rows.update(dtype=jnp.bfloat16)
+  assert on_tpu.choose(rows, matrices) is on_tpu.MEGABLOX

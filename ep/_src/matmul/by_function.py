@@ -6,8 +6,8 @@ rows and matrices. The product with transposed matrices is the function of the
 swapped matrices, and the gradient of the matrices is the function's gradient.
 
 A function may read unused rows and leave them unwritten, so the methods cut
-results where the caller asks for it, and both operands of a gradient, where a
-sum could include unused rows.
+results where the caller asks for it. A gradient that could add unused rows cuts
+both operands.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ByFunction:
       rows, matrices and group sizes int32 [L].
     dot_transposed: the same for matrices [L, G, F]; None swaps their axes.
     gradient: returns the gradient [L, F, G] of matrices of a dtype, given rows
-      [C, F], cotangents [C, G], group sizes and the dtype. Unused rows of both
-      operands are zero. None differentiates `dot` in matrices of the dtype of
-      the rows, and converts the gradient.
+      [C, F], cotangents [C, G], group sizes and the dtype. It must not add
+      unused rows, which may be NaN. None differentiates `dot` in matrices of
+      the dtype of the rows, and converts the gradient.
   """
 
   dot: Callable[[Array, Array, Array], Array]
@@ -73,9 +73,7 @@ class ByFunction:
     self, sizes: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
   ) -> list[Array]:
     gradient = self.gradient or self._gradient
-    used = sizes.sum(dtype=jnp.int32)
-    rows = cut(rows, used)
-    return [gradient(rows, cut(y, used), sizes, dtype) for y in outs]
+    return [gradient(rows, y, sizes, dtype) for y in outs]
 
   def _product(
     self,
@@ -103,6 +101,8 @@ class ByFunction:
     self, rows: Array, outs: Array, sizes: Array, dtype: jnp.dtype
   ) -> Array:
     # The product is linear, so its gradient is the same for all matrices.
+    used = sizes.sum(dtype=jnp.int32)
+    rows, outs = cut(rows, used), cut(outs, used)
     shape = *sizes.shape, rows.shape[1], outs.shape[1]
     product, pull_back = jax.vjp(
       lambda matrices: self.dot(rows, matrices, sizes),
@@ -122,6 +122,8 @@ def _ragged_dot(rows: Array, matrices: Array, sizes: Array) -> Array:
 def _ragged_gradient(
   rows: Array, outs: Array, sizes: Array, dtype: jnp.dtype
 ) -> Array:
+  used = sizes.sum(dtype=jnp.int32)
+  rows, outs = cut(rows, used), cut(outs, used)
   return lax.ragged_dot_general(
     rows, outs, sizes, _OVER_ROWS, preferred_element_type=jnp.float32
   ).astype(dtype)

@@ -67,7 +67,7 @@ def choose(
     if platform == "cuda":
       return on_cuda.choose(device, rows, matrices, is_gradient)
     if platform == "tpu":
-      return on_tpu if on_tpu.takes(rows, matrices.shape) else RAGGED_DOT
+      return on_tpu.choose(rows, matrices)
     return tiles
   if implementation == "tiles":
     return tiles

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls on TPUs: megablox, Pallas kernels in JAX's wheel.
 
-The functions are the same as in tiles.py. The kernels visit only tiles with
-used rows, and need row counts that their tile divides: other arrays are padded.
+The kernels visit only tiles with used rows, and need row counts that their tile
+divides: other arrays are padded.
 
 TPUs round float32 operands to bfloat16, unless `jax.default_matmul_precision`
 says otherwise.
@@ -10,7 +10,7 @@ says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 import contextlib
 import functools
 import logging
@@ -20,10 +20,9 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from ep._src.base.arrays import cut
+from ep._src.matmul.by_function import ByFunction, RAGGED_DOT
 
 _logger = logging.getLogger("ep")
-_Arrays = Sequence[Array]
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
 # The rows of a tile. A kernel multiplies whole tiles, and every expert segment
@@ -36,67 +35,29 @@ _VMEM = 14 << 20
 _WIDTHS = (2048, 1024, 512, 256)
 
 
-def takes(rows: Any, matrices: tuple[int, int, int]) -> bool:
-  """Returns whether the kernels take the arguments; logs the choice.
+def choose(rows: Any, matrices: Any) -> ByFunction:
+  """Returns a namespace with expand, contract and outer; logs the choice.
 
   Args:
     rows: the shape and dtype of rows, or of their results.
-    matrices: the shape of the matrices, [L, F, G].
+    matrices: the shape and dtype of the matrices, or of their gradients.
   """
-  taken = rows.dtype in _DTYPES and 0 not in (*rows.shape, *matrices)
+  what = f"{rows.shape[0]} rows of {rows.dtype} and matrices {matrices.shape}"
+  if rows.dtype in _DTYPES:
+    _log(f"grouped_matmul of {what} runs megablox")
+    return MEGABLOX
   _log(
-    f"grouped_matmul of {rows.shape[0]} rows of {rows.dtype} and matrices"
-    f" {matrices} runs "
-    + (
-      "megablox"
-      if taken
-      else "lax.ragged_dot, because megablox takes bfloat16 and float32, and no"
-      " empty arrays"
-    )
+    f"grouped_matmul of {what} runs lax.ragged_dot, because megablox takes"
+    " bfloat16 and float32"
   )
-  return taken
+  return RAGGED_DOT
 
 
-def expand(
-  sizes: Array, rows: Array, matrices: _Arrays, tail: str
-) -> list[Array]:
-  outs = [_product(sizes, rows, w, transposed=False) for w in matrices]
-  return [cut(out, sizes.sum(dtype=jnp.int32), tail) for out in outs]
+# The kernels' modules are imported late, because they import Pallas.
 
 
-def contract(
-  sizes: Array, outs: _Arrays, matrices: _Arrays, tail: str
-) -> Array:
-  # Float32 products would round only their sum, but take twice the memory.
-  terms = [
-    _product(sizes, y, w, transposed=True).astype(jnp.float32)
-    for y, w in zip(outs, matrices, strict=True)
-  ]
-  rows = functools.reduce(jnp.add, terms).astype(outs[0].dtype)
-  return cut(rows, sizes.sum(dtype=jnp.int32), tail)
-
-
-def outer(
-  sizes: Array, rows: Array, outs: _Arrays, dtype: jnp.dtype
-) -> list[Array]:
-  # Imported late, because it imports Pallas.
-  from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-
-  with _modes(rows):
-    return [
-      tgmm(
-        _padded(rows, _HEIGHT).T,
-        _padded(y, _HEIGHT),
-        sizes,
-        dtype,
-        (_HEIGHT, min(1024, rows.shape[1]), min(1024, y.shape[1])),
-      )
-      for y in outs
-    ]
-
-
-def _product(
-  sizes: Array, rows: Array, matrices: Array, *, transposed: bool
+def _dot(
+  rows: Array, matrices: Array, sizes: Array, *, transposed: bool = False
 ) -> Array:
   from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
@@ -105,13 +66,34 @@ def _product(
   with _modes(rows):
     out: Array = gmm(
       _padded(rows, tile[0]),
-      matrices.astype(rows.dtype),
+      matrices,
       sizes,
       rows.dtype,
       tile,
       transpose_rhs=transposed,
     )
   return out[: rows.shape[0]]
+
+
+def _gradient(
+  rows: Array, outs: Array, sizes: Array, dtype: jnp.dtype
+) -> Array:
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+  with _modes(rows):
+    out: Array = tgmm(
+      _padded(rows, _HEIGHT).T,
+      _padded(outs, _HEIGHT),
+      sizes,
+      dtype,
+      (_HEIGHT, min(1024, rows.shape[1]), min(1024, outs.shape[1])),
+    )
+  return out
+
+
+# A product is rounded to the dtype of the rows: float32 products would round
+# only the sum of several, but take twice the memory.
+MEGABLOX = ByFunction(_dot, functools.partial(_dot, transposed=True), _gradient)
 
 
 def _tile(k: int, n: int, dtype: jnp.dtype) -> tuple[int, int, int]:
