@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -73,32 +72,17 @@ def send(
   received, *weights = of_bytes.bind(
     mem, group_sizes, pack(*quantized), *weights, sizes=sizes
   )
-  # Two loops: in one loop, XLA:CPU would recompute a scale for each element.
-  layout = Layout.of(*quantized)
-  factors = map_used_rows(_Factors(layout), group_sizes, received)
-  read = _Rows(layout, rows.dtype)
-  rows = map_used_rows(read, group_sizes, received, factors, tail=sizes.tail)
-  return [rows, *weights]
+  layout, dtype = Layout.of(*quantized), rows.dtype
 
-
-@dataclasses.dataclass(frozen=True)
-class _Factors:
-  """Maps blocks of packed rows to their scales as float32 factors."""
-
-  layout: Layout
-
-  def __call__(self, packed: jax.Array) -> jax.Array:
-    rows, scales = unpack(packed, self.layout)
+  def factors_of(packed: jax.Array) -> jax.Array:
+    rows, scales = unpack(packed, layout)
     return quantizers.factors(scales, rows.dtype)
 
+  def rows_of(packed: jax.Array, factors: jax.Array) -> jax.Array:
+    rows, _ = unpack(packed, layout)
+    return quantizers.multiply(rows, factors, dtype)
 
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-  """Dequantizes blocks of packed rows, given factors, to rows of `dtype`."""
-
-  layout: Layout
-  dtype: jnp.dtype
-
-  def __call__(self, packed: jax.Array, factors: jax.Array) -> jax.Array:
-    rows, _ = unpack(packed, self.layout)
-    return quantizers.multiply(rows, factors, self.dtype)
+  # Two loops: in one loop, XLA:CPU would recompute a scale for each element.
+  factors = map_used_rows(factors_of, group_sizes, received)
+  rows = map_used_rows(rows_of, group_sizes, received, factors, tail=sizes.tail)
+  return [rows, *weights]
