@@ -216,6 +216,12 @@ def test_transformations_and_axes():
 
 
 @of_one_process
+def test_the_axis_of_a_vmap_is_refused():
+  with pytest.raises(NotImplementedError, match="'inner' is the axis of"):
+    jax.vmap(move, axis_name=INNER)(*two_arrays(), one_slice())
+
+
+@of_one_process
 def test_many_slices_take_no_table_of_rows():
   """Temporaries take less than a byte per pair of slice and row."""
   mesh, count, rows = make_mesh({INNER: 4}), 256, 4096

@@ -122,6 +122,11 @@ def ragged_all_to_all(
     groups = tuple(map(tuple, groups))
   _check_rows(operand, output)
   ranks = _group_size(lax.axis_size(tuple(names)), groups)
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  if not {*manual}.issuperset(names):
+    raise NotImplementedError(
+      f"{_NAME}: {axis_name!r} is the axis of a jax.vmap; use jax.shard_map."
+    )
   size = slices["input_offsets"].size
   for name, x in slices.items():
     check(
@@ -245,27 +250,6 @@ def _transpose(
   return [operand_ct, output_ct, *[None] * len(slices)]
 
 
-def _batch(
-  axis: Any,
-  operands: Sequence[Any],
-  dims: Sequence[int | None],
-  *,
-  axis_name: Any,
-  **params: Any,
-) -> tuple[list[jax.Array], list[int | None]]:
-  if axis.name in axis_name:
-    raise NotImplementedError(
-      f'{_NAME}: "{axis.name}" is the axis of a jax.vmap; use jax.shard_map.'
-    )
-  if all(d is None for d in dims):
-    return [_bind(*operands, axis_name=axis_name, **params)], [None]
-  operands = [
-    compat.batching.bdim_at_front(x, d, axis.size)
-    for x, d in zip(operands, dims, strict=True)
-  ]
-  return [_bind(*operands, axis_name=axis_name, **params)], [0]
-
-
 def _on_others(
   operand: jax.Array,
   output: jax.Array,
@@ -274,28 +258,14 @@ def _on_others(
   **axis: Any,
 ) -> list[jax.Array]:
   """Lowers the op to JAX's op, which overwrites rows and never adds them."""
-
-  def move(
-    operand: jax.Array,
-    output: jax.Array,
-    sources: jax.Array,
-    sizes: jax.Array,
-    targets: jax.Array,
-    expected: jax.Array,
-  ) -> Any:
-    if back:
-      here, there = (
-        lax.all_to_all(x, **axis, split_axis=0, concat_axis=0, tiled=True)
-        for x in (sources, targets)
-      )
-      slices = there, expected, here, sizes
-    else:
-      slices = sources, sizes, targets, expected
-    return lax.ragged_all_to_all(operand, output, *slices, **axis)
-
-  for _ in range(slices[0].ndim - 1):
-    move = jax.vmap(move)
-  return [move(operand, output, *slices)]
+  sources, sizes, targets, expected = slices
+  if back:
+    here, there = (
+      lax.all_to_all(x, **axis, split_axis=0, concat_axis=0, tiled=True)
+      for x in (sources, targets)
+    )
+    slices = there, expected, here, sizes
+  return [lax.ragged_all_to_all(operand, output, *slices, **axis)]
 
 
 def _on_cpu(
@@ -311,17 +281,14 @@ def _on_cpu(
   gather = functools.partial(
     lax.all_gather, axis_name=axis_name, axis_index_groups=axis_index_groups
   )
-  examples = slices[0].ndim - 1  # the number of leading axes of a vmap
+  # The four arrays below have shape [source rank, target rank, slice].
+  every = gather(jnp.stack(list(map(arrays.int32, slices))))
+  ranks, _, count = every.shape
+  every = every.reshape(ranks, 4, ranks, count // ranks).swapaxes(0, 1)
+  sources, sizes, targets, expected = every
+  expected = expected.swapaxes(0, 1)
 
-  # The four arrays below have shape [..., source rank, target rank, slice].
-  every = gather(jnp.stack(list(map(arrays.int32, slices)), -1))
-  ranks, *_, count, _ = every.shape
-  every = jnp.moveaxis(every, 0, examples)
-  every = every.reshape(*every.shape[:-2], ranks, count // ranks, 4)
-  sources, sizes, targets, expected = (every[..., i] for i in range(4))
-  expected = expected.swapaxes(-2, -3)
-
-  num_in, num_out = operand.shape[examples], output.shape[examples]
+  num_in, num_out = len(operand), len(output)
   if back:
     num_in, num_out = num_out, num_in
   is_sound = (sources >= 0) & (targets >= 0) & (sizes >= 0)
@@ -340,17 +307,16 @@ def _on_cpu(
     return [output]
 
   def mine(x: jax.Array) -> jax.Array:
-    """Returns the slices [..., K] that this rank receives."""
-    x = lax.dynamic_index_in_dim(x, me, x.ndim - 3 + (not back), keepdims=False)
-    return x.reshape(*x.shape[:-2], count)
+    """Returns the slices [K] that this rank receives."""
+    return x[me].ravel() if back else x[:, me].ravel()
 
   there, here = map(mine, (targets, sources) if back else (sources, targets))
   sizes = mine(jnp.where(is_sound, sizes, 0))
   operand, _ = lax.optimization_barrier((operand, failed))
-  take = functools.partial(_take, dtype=operand.dtype, adds=back)
-  for _ in range(examples):
-    take = jax.vmap(take, in_axes=(1, 0, 0, 0, 0))
-  result = take(gather(_to_bits(operand)), _to_bits(output), there, sizes, here)
+  rows, result = gather(_to_bits(operand)), _to_bits(output)
+  result = _take(
+    rows, result, there, sizes, here, dtype=output.dtype, adds=back
+  )
   return [_of_bits(result, output.dtype)]
 
 
@@ -445,10 +411,8 @@ def _lower_on_cpu(
   return compat.lower_local(jax.named_scope(_NAME)(fn))(ctx, *operands)
 
 
-# A `vmap` adds leading axes to the operands.
 _op_p = primitive.new(
   _NAME, _types, compat.lower_local(_on_others), on_cpu=_lower_on_cpu
 )
 ad.primitive_jvps[_op_p] = _jvp
 ad.primitive_transposes[_op_p] = _transpose
-compat.batching.fancy_primitive_batchers[_op_p] = _batch
