@@ -105,30 +105,14 @@ def combine(
   return out.reshape(*token_shape, out.shape[-1])
 
 
-def _combine_types(
-  sizes: Sizes, mem: Any, group_sizes: Any, slots: Any, *weights: Any
-) -> list[jax.ShapeDtypeStruct]:
-  del mem, group_sizes, weights
-  shape = (sizes.T, slots.shape[1])
-  return [jax.ShapeDtypeStruct(shape, slots.dtype)]
-
-
-def _combine_bwd_types(
-  sizes: Sizes, mem: Any, group_sizes: Any, tokens: Any
-) -> list[jax.ShapeDtypeStruct]:
-  del mem, group_sizes
-  shape = (sizes.C, tokens.shape[1])
-  return [jax.ShapeDtypeStruct(shape, tokens.dtype)]
-
-
 # The transpose of combine copies rows as dispatch does:
 # grad_slots[slot(t, k)] = grad_out[t].
 _combine_bwd_bytes_p = primitives.mover(
-  "ep_combine_bwd_bytes", _combine_bwd_types, target="ep_combine_bwd"
+  "ep_combine_bwd_bytes", to_slots=True, target="ep_combine_bwd"
 )
-combine_p = primitives.mover("ep_combine", _combine_types)
+combine_p = primitives.mover("ep_combine", to_slots=False)
 combine_bwd_p = primitives.mover(
-  "ep_combine_bwd", _combine_bwd_types, of_bytes=_combine_bwd_bytes_p
+  "ep_combine_bwd", to_slots=True, of_bytes=_combine_bwd_bytes_p
 )
 primitives.linear_op(combine_p, transposed=combine_bwd_p)
 primitives.linear_op(combine_bwd_p, transposed=combine_p)
@@ -146,7 +130,7 @@ primitives.linear_op(combine_bwd_p, transposed=combine_p)
 # T is also linear in (x, w), and symmetric: T(x, w; dx, dw) = T(dx, dw; x, w).
 # `group_sizes` is an operand so that gradients skip unused slots.
 _weighted_p = primitives.mover(
-  "ep_weighted_combine", _combine_types, target="ep_combine"
+  "ep_weighted_combine", to_slots=False, target="ep_combine"
 )
 
 
@@ -164,6 +148,7 @@ def _weighted(
   return combine_p.bind(mem, group_sizes, rows, sizes=sizes)
 
 
+_combine_types = primitives.row_types(to_slots=False)
 weighted_combine_p = primitives.composite(
   "ep_weighted_combine_used", _weighted, _combine_types
 )

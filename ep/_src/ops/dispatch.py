@@ -197,26 +197,6 @@ def check_rows(
     quantizers.check_width(op, hidden, sizes.wire)
 
 
-def _dispatch_types(
-  sizes: Sizes, mem: Any, group_sizes: Any, tokens: Any, topk_weights: Any
-) -> list[jax.ShapeDtypeStruct]:
-  del mem, group_sizes, topk_weights
-  return [
-    jax.ShapeDtypeStruct((sizes.C, tokens.shape[1]), tokens.dtype),
-    jax.ShapeDtypeStruct((sizes.C,), jnp.float32),
-  ]
-
-
-def _dispatch_bwd_types(
-  sizes: Sizes, mem: Any, group_sizes: Any, slots: Any, slot_weights: Any
-) -> list[jax.ShapeDtypeStruct]:
-  del mem, group_sizes, slot_weights
-  return [
-    jax.ShapeDtypeStruct((sizes.T, slots.shape[1]), slots.dtype),
-    jax.ShapeDtypeStruct((sizes.T, sizes.K), jnp.float32),
-  ]
-
-
 # Dispatch copies: recv[slot(t, k)] = tokens[t], recv_w[slot(t, k)] = w[t, k].
 # The transpose of dispatch is ep_dispatch_bwd:
 #
@@ -225,12 +205,14 @@ def _dispatch_bwd_types(
 #
 # The derivative ignores the rounding of rows to fp8.
 dispatch_bytes_p = primitives.mover(
-  "ep_dispatch_bytes", _dispatch_types, target="ep_dispatch"
+  "ep_dispatch_bytes", to_slots=True, with_weights=True, target="ep_dispatch"
 )
 dispatch_p = primitives.mover(
-  "ep_dispatch", _dispatch_types, of_bytes=dispatch_bytes_p
+  "ep_dispatch", to_slots=True, with_weights=True, of_bytes=dispatch_bytes_p
 )
-dispatch_bwd_p = primitives.mover("ep_dispatch_bwd", _dispatch_bwd_types)
+dispatch_bwd_p = primitives.mover(
+  "ep_dispatch_bwd", to_slots=False, with_weights=True
+)
 primitives.linear_op(dispatch_p, transposed=dispatch_bwd_p)
 primitives.linear_op(dispatch_bwd_p, transposed=dispatch_p)
 primitives.linear_op(dispatch_bytes_p, transposed=dispatch_bwd_p)

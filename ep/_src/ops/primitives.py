@@ -15,6 +15,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ep._src.base import compat
 from ep._src.base.compat import ad
@@ -37,10 +38,30 @@ def op(name: str, out_types: OutTypes) -> compat.Primitive:
   return _new(name, out_types, lower)
 
 
+def row_types(to_slots: bool, with_weights: bool = False) -> OutTypes:
+  """Returns the types of an op that sends rows: rows [C, H], or [T, H].
+
+  With weights, the op also returns weights [C], or [T, K].
+  """
+
+  def types(
+    sizes: Sizes, mem: Any, group_sizes: Any, rows: Any, *others: Any
+  ) -> list[jax.ShapeDtypeStruct]:
+    del mem, group_sizes, others
+    shape = (sizes.C,) if to_slots else (sizes.T, sizes.K)
+    outs = [jax.ShapeDtypeStruct((shape[0], rows.shape[1]), rows.dtype)]
+    if with_weights:
+      outs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    return outs
+
+  return types
+
+
 def mover(
   name: str,
-  out_types: OutTypes,
   *,
+  to_slots: bool,
+  with_weights: bool = False,
   target: str | None = None,
   of_bytes: compat.Primitive | None = None,
 ) -> compat.Primitive:
@@ -48,7 +69,9 @@ def mover(
 
   Args:
     name: the name of the primitive; its operands are `(mem, group_sizes, *xs)`.
-    out_types: `out_types(sizes, *operands)` returns the types of the outputs.
+    to_slots: whether the op sends rows of tokens to slots; if not, rows of
+      slots to tokens.
+    with_weights: whether the op also returns weights.
     target: the name by which the connection lowers the op; None is `name`.
     of_bytes: the same op for packed fp8 rows, for layers with a `wire` format.
   """
@@ -64,7 +87,7 @@ def mover(
     lower_op = sizes.connection.lower
     return lower_op(target or name, ctx, mem, *xs, sizes=sizes)
 
-  return _new(name, out_types, lower)
+  return _new(name, row_types(to_slots, with_weights), lower)
 
 
 def composite(
