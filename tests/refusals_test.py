@@ -387,11 +387,6 @@ TABLE = {
         F,
         "rows are int32, but fl",
       ),
-      (
-        dict(rows=zeros(0, 5), group_sizes=ids(2) + 2),
-        V,
-        "there are no rows; pass zeros",
-      ),
       (dict(matrices=zeros(2, 4, 7)), V, r"matrices \(2, 4, 7\)"),
       (dict(matrices=zeros(2, 5, 7, dtype=np.float16)), V, "convert one"),
       (dict(group_sizes=ids(3)), V, r"\(3,\)"),

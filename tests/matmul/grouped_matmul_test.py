@@ -328,3 +328,10 @@ def test_arrays_that_xla_divides():
   shards = [jax.device_put(x, sharding) for x in stacked]
   got = jit_quickly(jax.vmap(grad(gated)))(*shards)
   close(got, of_examples(*stacked)[1])
+
+
+def test_sizes_beyond_the_rows_fail():
+  errors = ValueError, jax.errors.JaxRuntimeError
+  args = jnp.ones((4, 2)), jnp.ones((2, 2, 2)), jnp.int32([3, 2])
+  with pytest.raises(errors, match="is 5, but there are 4 rows"):
+    jax.block_until_ready(ep.grouped_matmul(*args))

@@ -17,11 +17,9 @@ def new(
   types: Callable[..., Sequence[Any]],
   lower: Callable[..., Any],
   *,
-  on_cpu: Callable[..., Any] | None = None,
-  on_cuda: Callable[..., Any] | None = None,
-  on_tpu: Callable[..., Any] | None = None,
   static: Sequence[str] = (),
   cacheable: bool = True,
+  **by_platform: Callable[..., Any],
 ) -> compat.Primitive:
   """Creates a JAX primitive that returns a list and has no derivative.
 
@@ -33,24 +31,19 @@ def new(
     types: returns the abstract values of the results for the abstract values
       of the operands and the parameters.
     lower: the lowering.
-    on_cpu: another lowering for CPUs.
-    on_cuda: another lowering for NVIDIA GPUs.
-    on_tpu: another lowering for TPUs.
     static: the names of the parameters. Eager calls then compile once for each
       set of abstract values and parameters, also under `jax.disable_jit`.
     cacheable: whether JAX may lower equal calls of a program only once. False
       if each call is lowered with a serial number.
+    **by_platform: other lowerings for the platforms "cpu", "cuda", "tpu".
   """
   primitive = compat.Primitive(name)
   primitive.multiple_results = True
   primitive.def_abstract_eval(types)
-  compat.mlir.register_lowering(primitive, lower, cacheable=cacheable)
-  rules = ("cpu", on_cpu), ("cuda", on_cuda), ("tpu", on_tpu)
-  for platform, rule in rules:
-    if rule is not None:
-      compat.mlir.register_lowering(
-        primitive, rule, platform, cacheable=cacheable
-      )
+  for platform, rule in [(None, lower), *by_platform.items()]:
+    compat.mlir.register_lowering(
+      primitive, rule, platform, cacheable=cacheable
+    )
   if static:
     program = jax.jit(primitive.bind, static_argnames=static)
 
@@ -61,19 +54,14 @@ def new(
     primitive.def_impl(run)
 
   def batch(args: Any, dims: Any, **params: Any) -> Any:
-    is_batched = [d is not None for d in dims]
     batched = [
-      jnp.moveaxis(x, d, 0)
+      None if d is None else jnp.moveaxis(x, d, 0)
       for x, d in zip(args, dims, strict=True)
-      if d is not None
     ]
 
-    def one(examples: Any) -> Any:
-      examples = iter(examples)
-      operands = [
-        next(examples) if b else x
-        for x, b in zip(args, is_batched, strict=True)
-      ]
+    def one(example: Any) -> Any:
+      pairs = zip(args, example, strict=True)
+      operands = [whole if x is None else x for whole, x in pairs]
       return primitive.bind(*operands, **params)
 
     outs = jax.lax.map(one, batched)

@@ -412,7 +412,7 @@ def _lower_on_cpu(
 
 
 _op_p = primitive.new(
-  _NAME, _types, compat.lower_local(_on_others), on_cpu=_lower_on_cpu
+  _NAME, _types, compat.lower_local(_on_others), cpu=_lower_on_cpu
 )
 ad.primitive_jvps[_op_p] = _jvp
 ad.primitive_transposes[_op_p] = _transpose

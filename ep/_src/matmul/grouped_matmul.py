@@ -85,8 +85,7 @@ def grouped_matmul(
     TypeError: if `group_sizes` are no integers, or the rows no floats.
     JaxRuntimeError: on CPUs, when the program runs, if C > 0 and a size is
       negative or their sum is above C; but not in an exported program, which
-      does not call the native library. With C = 0, a call outside of programs
-      raises `ValueError`.
+      does not call the native library.
   """
   implementations.check("grouped_matmul", implementation)
   rows, matrices = jnp.asarray(rows), jnp.asarray(matrices)
@@ -108,13 +107,6 @@ def grouped_matmul(
       f"grouped_matmul: rows are {rows.dtype}, but floats are expected, because"
       " products are summed in float32; convert rows and matrices."
     )
-  if 0 in (rows.shape[0], group_sizes.shape[0]):
-    arguments.check(
-      isinstance(group_sizes, jax.core.Tracer) or not group_sizes.any(),
-      "grouped_matmul",
-      f"group_sizes is {group_sizes}, but there are no rows; pass zeros.",
-    )
-    return jnp.zeros((rows.shape[0], matrices.shape[2]), rows.dtype)
   (out,) = grouped_matmuls(
     rows,
     [matrices],
@@ -331,9 +323,9 @@ grouped_matmul_p = primitive.new(
   "ep_grouped_matmul",
   _types,
   functools.partial(_lower, "other"),
-  on_cpu=functools.partial(_lower, "cpu"),
-  on_cuda=functools.partial(_lower, "cuda"),
-  on_tpu=functools.partial(_lower, "tpu"),
+  cpu=functools.partial(_lower, "cpu"),
+  cuda=functools.partial(_lower, "cuda"),
+  tpu=functools.partial(_lower, "tpu"),
   static=["missing", "matrix_dtype", "tail", "implementation"],
 )
 ad.primitive_jvps[grouped_matmul_p] = _jvp

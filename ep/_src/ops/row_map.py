@@ -348,7 +348,7 @@ _map_p = primitive.new(
   "ep_map_used_rows",
   _types,
   compat.lower_local(_apply_to_all_rows),
-  on_cpu=_lower_on_cpu,
+  cpu=_lower_on_cpu,
   static=["fn", "tail"],
 )
 ad.primitive_jvps[_map_p] = _jvp
