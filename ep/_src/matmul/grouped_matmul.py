@@ -28,7 +28,7 @@ on TPUs also for each matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import functools
 from typing import Any
 
@@ -261,28 +261,6 @@ def _transpose(
   ]
 
 
-def _lowering(chosen: Any) -> Callable[..., Any]:
-  """Returns a lowering to `expand`, `contract` and `outer` of a namespace."""
-
-  def apply(
-    sizes: jax.Array,
-    segments: jax.Array,
-    *operands: jax.Array,
-    missing: int,
-    matrix_dtype: jnp.dtype,
-    tail: str,
-  ) -> Any:
-    del segments  # only the native library sums segment by segment
-    rows, matrices, outs = _triple(operands, missing)
-    if missing == _ROWS:
-      return [chosen.contract(sizes, outs, matrices, tail)]
-    if missing == _MATRICES:
-      return chosen.outer(sizes, *rows, outs, matrix_dtype)
-    return chosen.expand(sizes, *rows, matrices, tail)
-
-  return compat.lower_local(apply)
-
-
 _lower_to_native = jax.ffi.ffi_lowering("ep_grouped_matmul")
 
 
@@ -290,20 +268,18 @@ def _lower(
   platform: str,
   ctx: Any,
   *operands: Any,
+  missing: int,
+  matrix_dtype: jnp.dtype,
+  tail: str,
   implementation: Implementation,
-  **params: Any,
 ) -> Any:
   """Lowers to the default of a platform, or to the user's implementation."""
   dtypes = {a.dtype for a in (*ctx.avals_in[2:], *ctx.avals_out)}
   is_native = platform == "cpu" and implementation is None
   if is_native and ffi.is_native(ctx) and dtypes <= _NATIVE_DTYPES:
     return _lower_to_native(
-      ctx,
-      *operands,
-      missing=np.int64(params["missing"]),
-      tail=np.int64(ffi.TAILS[params["tail"]]),
+      ctx, *operands, missing=np.int64(missing), tail=np.int64(ffi.TAILS[tail])
     )
-  missing = params["missing"]
   rows, matrices, outs = _triple(ctx.avals_in[2:], missing)
   chosen = implementations.choose(
     implementation,
@@ -313,7 +289,17 @@ def _lower(
     (matrices or ctx.avals_out)[0],
     missing == _MATRICES,
   )
-  return _lowering(chosen)(ctx, *operands, **params)
+
+  def apply(sizes: jax.Array, _: jax.Array, *operands: jax.Array) -> Any:
+    # Only the native library sums segment by segment.
+    rows, matrices, outs = _triple(operands, missing)
+    if missing == _ROWS:
+      return [chosen.contract(sizes, outs, matrices, tail)]
+    if missing == _MATRICES:
+      return chosen.outer(sizes, *rows, outs, matrix_dtype)
+    return chosen.expand(sizes, *rows, matrices, tail)
+
+  return compat.lower_local(apply)(ctx, *operands)
 
 
 _NATIVE_DTYPES = set(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))

@@ -199,12 +199,9 @@ def _tangent_transpose(
   group_sizes: Any,
   x: Any,
   w: Any,
-  dx: Any,
-  dw: Any,
-  *,
+  *_: Any,
   sizes: Sizes,
 ) -> list[Any]:
-  del dx, dw
   cts = [*map(compat.instantiate_zeros, cts)]
   (g,) = primitives.bind(combine_bwd_p, sizes, mem, group_sizes, *cts)
   grads = map_used_rows(_gradients, group_sizes, x, w, g, tail=sizes.tail)

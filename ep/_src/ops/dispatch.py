@@ -152,8 +152,7 @@ def dispatch(
   scales = scales.reshape(sizes.T, scales.shape[-1])
   operands = mem, group_sizes, fp8_transport.pack(tokens, scales), weights
   packed, weights = primitives.bind(dispatch_bytes_p, sizes, *operands)
-  layout = fp8_transport.Layout.of(tokens, scales)
-  tokens, scales = fp8_transport.unpack(packed, layout)
+  tokens, scales = fp8_transport.unpack(packed, tokens, scales)
   return [tokens, weights, scales]
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
@@ -13,21 +13,6 @@ from ep._src.base import compat
 from ep._src.base.group import Sizes
 from ep._src.ops import quantizers
 from ep._src.ops.row_map import map_used_rows
-
-
-class Layout(NamedTuple):
-  """The sizes and dtypes of fp8 or int8 rows [n, H] and their scales [n, S]."""
-
-  width: int
-  dtype: str
-  num_scales: int
-  scale_dtype: str
-
-  @classmethod
-  def of(cls, rows: jax.Array, scales: jax.Array) -> Layout:
-    """Returns the layout of rows [n, H] and scales [n, S]."""
-    H, S = rows.shape[1], scales.shape[1]
-    return cls(H, rows.dtype.name, S, scales.dtype.name)
 
 
 def pack(rows: jax.Array, scales: jax.Array) -> jax.Array:
@@ -45,14 +30,19 @@ def pack(rows: jax.Array, scales: jax.Array) -> jax.Array:
   return jnp.pad(packed, ((0, 0), (0, num_bytes % 2)))
 
 
-def unpack(packed: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-  """Inverts `pack`: returns rows [n, H] and scales [n, S]."""
-  H, dtype, S, scale_dtype = layout
-  size = jnp.dtype(scale_dtype).itemsize
-  rows, scales, _ = jnp.split(packed, [H, H + S * size], axis=1)
+def unpack(
+  packed: jax.Array, rows: Any, scales: Any
+) -> tuple[jax.Array, jax.Array]:
+  """Inverts `pack`: returns rows and scales, of the widths and dtypes given."""
+  H, S, size = rows.shape[1], scales.shape[1], scales.dtype.itemsize
+  row_bytes, scale_bytes, _ = jnp.split(packed, [H, H + S * size], axis=1)
   shape = len(packed), S
-  scales = lax.bitcast_convert_type(scales.reshape(*shape, size), scale_dtype)
-  return lax.bitcast_convert_type(rows, dtype), scales.reshape(shape)
+  return (
+    lax.bitcast_convert_type(row_bytes, rows.dtype),
+    lax.bitcast_convert_type(
+      scale_bytes.reshape(*shape, size), scales.dtype
+    ).reshape(shape),
+  )
 
 
 def send(
@@ -72,14 +62,15 @@ def send(
   received, *weights = of_bytes.bind(
     mem, group_sizes, pack(*quantized), *weights, sizes=sizes
   )
-  layout, dtype = Layout.of(*quantized), rows.dtype
+  # Types, because JAX's caches keep the functions below, and would leak arrays.
+  types, dtype = [*map(jax.typeof, quantized)], rows.dtype
 
   def factors_of(packed: jax.Array) -> jax.Array:
-    rows, scales = unpack(packed, layout)
+    rows, scales = unpack(packed, *types)
     return quantizers.factors(scales, rows.dtype)
 
   def rows_of(packed: jax.Array, factors: jax.Array) -> jax.Array:
-    rows, _ = unpack(packed, layout)
+    rows, _ = unpack(packed, *types)
     return quantizers.multiply(rows, factors, dtype)
 
   # Two loops: in one loop, XLA:CPU would recompute a scale for each element.
