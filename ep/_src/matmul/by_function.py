@@ -61,7 +61,9 @@ class ByFunction:
   def contract(
     self, sizes: Array, outs: _Arrays, matrices: _Arrays, tail: str
   ) -> Array:
-    dot = self.dot_transposed or self._dot_swapped
+    dot = self.dot_transposed or (
+      lambda x, w, sizes: self.dot(x, w.swapaxes(1, 2), sizes)
+    )
     terms = [
       self._product(dot, y, w, sizes, 1).astype(jnp.float32)
       for y, w in zip(outs, matrices, strict=True)
@@ -93,9 +95,6 @@ class ByFunction:
       " expected.",
     )
     return out
-
-  def _dot_swapped(self, rows: Array, matrices: Array, sizes: Array) -> Array:
-    return self.dot(rows, matrices.swapaxes(1, 2), sizes)
 
   def _gradient(
     self, rows: Array, outs: Array, sizes: Array, dtype: jnp.dtype

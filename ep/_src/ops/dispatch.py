@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import math
 from typing import Any, overload
 
 import jax
@@ -176,16 +177,11 @@ def check_rows(
         f" {group.max_token_dtype}; convert the rows, or raise it"
         " with ep_resize."
       )
-  if rows.ndim < 2:
+  hidden, most = math.prod(rows.shape[-1:]), group.hidden_dim
+  if rows.ndim < 2 or not hidden:
     raise ValueError(
-      f"{op}: {name} has shape {rows.shape}, but at least one axis of rows and"
-      " the hidden axis are expected."
-    )
-  hidden, most = rows.shape[-1], group.hidden_dim
-  if not hidden:
-    raise ValueError(
-      f"{op}: {name} has shape {rows.shape}, but a row has at least one"
-      " element."
+      f"{op}: {name} has shape {rows.shape}, but [..., H] is expected, with at"
+      " least one axis of rows and at least one element in a row."
     )
   if most is not None and hidden > most:
     raise ValueError(
