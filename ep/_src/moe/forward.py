@@ -12,7 +12,6 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import (
-  arrays,
   compat,
   errors,
 )

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -263,7 +264,7 @@ class MoE:
     if size is not None:
       config = dataclasses.replace(config, balance="batch")
       if mask is None:
-        mask = arrays.iota(len(x)) < size
+        mask = lax.iota(jnp.int32, len(x)) < size
     arguments.check(
       config.balance == "batch" or x.ndim > 2 or view.is_local,
       view.op,
