@@ -168,7 +168,7 @@ def test_programs(name):
 def test_programs_for_other_platforms(name):
   step, args = PROGRAMS[name](backend="xla")
   _, expected = traced(step, args)
-  with strict(jax.enable_x64(True)):
+  with strict(jax.enable_x64(True)), ep.checked():
     lowered, actual = traced(step, args)
     assert actual == expected
     lowered.lower(lowering_platforms=("cpu", "cuda", "tpu"))

@@ -194,7 +194,7 @@ def _check_plan(
 def _check_finite(sizes: Sizes, out: jax.Array) -> jax.Array:
   """Returns `out` [T, H] of `ep_combine`; fails if an element is not finite."""
   wrong = ~jnp.isfinite(out).reshape(-1)
-  first = jnp.stack([wrong.any(), jnp.argmax(wrong)]).astype(jnp.int32)
+  first = jnp.int32([wrong.any(), jnp.argmax(wrong)])
   (all_first,) = _share(sizes, first)
 
   def fail(all_first: np.ndarray) -> NoReturn:
