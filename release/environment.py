@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual environments and wheels for the tests of distributions."""
+"""Virtual environments for the tests of distributions."""
 
-from collections.abc import Mapping
 import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
 import venv
-import zipfile
-
-_WHEEL = """\
-Wheel-Version: 1.0
-Generator: jax-ep
-Root-Is-Purelib: true
-Tag: py3-none-any
-"""
 
 
 def packages(*names: str) -> str:
@@ -56,38 +47,14 @@ class Environment:
       sys.exit(f"{' '.join(map(str, argv))} failed: {done.returncode}")
     return done.stdout
 
-  def run_tool(self, module: str, *argv: object, **variables: str) -> None:
+  def run_tool(self, module: str, *argv: object) -> None:
     """Runs a tool that is not installed in the environment."""
-    variables["PYTHONPATH"] = packages(module)
-    self.run(sys.executable, "-m", module, *argv, **variables)
+    path = packages(module)
+    self.run(sys.executable, "-m", module, *argv, PYTHONPATH=path)
 
-  def pip(self, command: str, *options: str, **variables: str) -> None:
-    """Runs a command of pip, such as "install", without downloads."""
+  def install(self, *requirements: str) -> None:
+    """Installs packages by pip, without downloads."""
     self.run_tool(
-      *("pip", "--python", self.python, command, "--quiet", "--no-index"),
-      *("--no-cache-dir", "--disable-pip-version-check", *options),
-      **variables,
+      *("pip", "--python", self.python, "install", "--quiet", "--no-index"),
+      *("--no-cache-dir", "--disable-pip-version-check", *requirements),
     )
-
-
-def write_wheel(
-  folder: pathlib.Path,
-  name: str,
-  version: str,
-  files: Mapping[str, bytes],
-  metadata: str = "",
-) -> None:
-  """Writes a wheel of `files` (contents by path), with more metadata lines."""
-  stem = f"{name.replace('-', '_')}-{version}"
-  info = f"{stem}.dist-info"
-  about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}"
-  contents = {
-    **files,
-    f"{info}/METADATA": about.encode(),
-    f"{info}/WHEEL": _WHEEL.encode(),
-  }
-  record = "".join(f"{path},,\n" for path in [*contents, f"{info}/RECORD"])
-  with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
-    for path, content in contents.items():
-      wheel.writestr(path, content)
-    wheel.writestr(f"{info}/RECORD", record)

@@ -9,6 +9,7 @@ and JAX's plugin, which take gigabytes. pip resolves the requirements of the two
 wheels, of the installed JAX, and of the plugin on NCCL.
 """
 
+from collections.abc import Mapping
 import importlib.metadata
 import pathlib
 import re
@@ -16,7 +17,37 @@ import sys
 import tempfile
 import zipfile
 
-from environment import Environment, write_wheel
+from environment import Environment
+
+_WHEEL = """\
+Wheel-Version: 1.0
+Generator: jax-ep
+Root-Is-Purelib: true
+Tag: py3-none-any
+"""
+
+
+def write_wheel(
+  folder: pathlib.Path,
+  name: str,
+  version: str,
+  files: Mapping[str, bytes],
+  metadata: str = "",
+) -> None:
+  """Writes a wheel of `files` (contents by path), with more metadata lines."""
+  stem = f"{name.replace('-', '_')}-{version}"
+  info = f"{stem}.dist-info"
+  about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}"
+  contents = {
+    **files,
+    f"{info}/METADATA": about.encode(),
+    f"{info}/WHEEL": _WHEEL.encode(),
+  }
+  record = "".join(f"{path},,\n" for path in [*contents, f"{info}/RECORD"])
+  with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+    for path, content in contents.items():
+      wheel.writestr(path, content)
+    wheel.writestr(f"{info}/RECORD", record)
 
 
 def metadata(wheel: pathlib.Path) -> str:
@@ -52,7 +83,7 @@ def main() -> None:
       ),
     )
     found = [f"--find-links={folder}" for folder in (wheels, *folders)]
-    environment.pip("install", *found, f"jax-ep[cuda{cuda}]")
+    environment.install(*found, f"jax-ep[cuda{cuda}]")
     installed = environment.site.glob("nvidia_nccl_*.dist-info")
     assert [path.stem.rpartition("-")[2] for path in installed] == [newest]
 

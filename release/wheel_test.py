@@ -55,7 +55,7 @@ def main() -> None:
       shutil.copy(file, environment.work)
     shutil.copytree(example.parent, environment.work / "examples")
     run, python = environment.run, environment.python
-    environment.pip("install", f"{wheel}[examples]")
+    environment.install(f"{wheel}[examples]")
 
     report = run(python, "-m", "ep", "info")
     assert f" in {environment.site / 'ep'}\n" in report

@@ -159,6 +159,8 @@ def test_a_handle_that_was_not_prepared(corrupt, op):
   """The op checks a handle's bytes before using these bytes as addresses."""
   if GPU and corrupt not in [*CORRUPTIONS][:2]:
     pytest.skip("NCCL EP does not check its data in a handle")
+  if BACKEND == "xla" and corrupt == "one_bit_flipped":
+    pytest.skip("xla checks whose handle it is, and bounds, but not each bit")
   case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")
   handles = [x.run(handle_of) for x in (case, other)]
   handle = jax.jit(CORRUPTIONS[corrupt])(*handles)

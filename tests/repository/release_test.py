@@ -15,7 +15,6 @@ _ROOT = pathlib.Path(__file__).absolute().parents[2]
 _VERSIONS = {
   "MODULE.bazel": r'^module\(\n    name = "jax_ep",\n    version = "(.*)",$',
   "ep/__init__.py": r'^__version__ = "(.*?)"',
-  "CITATION.cff": r"^version: (.*)$",
 }
 
 
