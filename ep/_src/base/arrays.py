@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks arguments that are arrays, dtypes or functions of arrays.
+"""Checks arguments that are arrays, dtypes or functions; converts arrays.
 
 Each error message begins with `what`, the name of the public function.
 """
@@ -54,10 +54,7 @@ def integers(what: str, name: str, value: Any) -> jax.Array:
     ValueError: as in `array`.
   """
   x = array(what, name, value)
-  if not jnp.issubdtype(x.dtype, jnp.integer):
-    raise TypeError(
-      f"{what}: {name} is {x.dtype}, but integers are expected; convert it."
-    )
+  check_kind(what, name, x, jnp.integer)
   return int32(x)
 
 
@@ -72,12 +69,40 @@ def float32(what: str, name: str, value: Any) -> jax.Array:
   return x
 
 
-def check_floats(what: str, name: str, x: jax.Array) -> None:
-  """Raises `TypeError` unless an array has a floating-point dtype."""
-  if not jnp.issubdtype(x.dtype, jnp.floating):
+def shaped(
+  what: str, name: str, value: Any, shape: tuple[int, ...], kind: Any
+) -> Any:
+  """Returns an array of a shape and a kind of dtype; None for None.
+
+  Raises:
+    TypeError: as in `check_kind`.
+    ValueError: the array has another shape; or as in `array`.
+  """
+  if value is None:
+    return None
+  x = array(what, name, value)
+  check_kind(what, name, x, kind)
+  arguments.check(
+    x.shape == shape,
+    what,
+    f"{name} has shape {x.shape}, but {shape} is expected.",
+  )
+  return x
+
+
+_KINDS = {
+  jnp.floating: "floats",
+  jnp.integer: "integers",
+  jnp.bool_: "bools (x != 0)",
+}
+
+
+def check_kind(what: str, name: str, x: jax.Array, kind: Any) -> None:
+  """Raises `TypeError` unless an array has a dtype of a kind of `_KINDS`."""
+  if not jnp.issubdtype(x.dtype, kind):
     raise TypeError(
-      f"{what}: {name} is {x.dtype}, but floats are expected; convert it to a"
-      " floating-point dtype."
+      f"{what}: {name} is {x.dtype}, but {_KINDS[kind]} are expected; convert"
+      " it."
     )
 
 

@@ -21,7 +21,7 @@ from ep._src.base.group import EpGroup
 from ep._src.base.layer import EpLayerConfig
 from ep._src.base.meshes import Mesh
 from ep._src.group.bootstrap import ep_bootstrap
-from ep._src.moe import batching, forward, parameters, router
+from ep._src.moe import batching, forward, parameters
 from ep._src.moe.config import layer_of, MoEConfig, num_slots
 from ep._src.moe.losses import Metrics
 from ep._src.moe.parameters import State
@@ -241,7 +241,7 @@ class MoE:
       " of the config's hidden size.",
     )
     lead = x.shape[:-1]
-    mask = router.checked(op, "mask", mask, lead, jnp.bool_)
+    mask = arrays.shaped(op, "mask", mask, lead, jnp.bool_)
     ids = config.rule.check_call(
       op, config.num_experts, lead, forced_idx, captured_idx
     )
@@ -313,7 +313,7 @@ def _bias(op: str, config: MoEConfig, state: State) -> Any:
   arguments.check_type(op, "state", state, State, cure)
   bias = arrays.float32(op, "state.bias", state.bias)
   shape = (config.num_experts,)
-  return router.checked(op, "state.bias", bias, shape, jnp.floating)
+  return arrays.shaped(op, "state.bias", bias, shape, jnp.floating)
 
 
 def _check_placement(op: str, group: EpGroup, placement: Placement) -> None:
@@ -366,7 +366,7 @@ def _check_params(
         f"{op}: {what} has shape {param.shape}, but {shape} is expected,"
         f" {part}. {cure}"
       )
-    arrays.check_floats(op, what, param)
+    arrays.check_kind(op, what, param, jnp.floating)
     _check_dtype(op, config, name, param.dtype, x_dtype)
   if is_local and config.tp_axis:
     arguments.check(

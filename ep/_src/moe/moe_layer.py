@@ -291,7 +291,7 @@ def _check_params(view: View, tokens: jax.Array, params: Any) -> None:
   op, experts = view.op, _num_slots(view)
   for path, x in jax.tree.leaves_with_path(params):
     name = "params" + jax.tree_util.keystr(path)
-    arrays.check_floats(op, name, x)
+    arrays.check_kind(op, name, x, jnp.floating)
     arguments.check(
       x.shape[:1] == (experts,),
       op,

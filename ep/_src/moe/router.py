@@ -97,8 +97,8 @@ class Rule(NamedTuple):
       )
     shape = *lead, self.top_k
     return (
-      checked(op, "forced_idx", forced_idx, shape, jnp.integer),
-      checked(op, "captured_idx", captured_idx, shape, jnp.integer),
+      arrays.shaped(op, "forced_idx", forced_idx, shape, jnp.integer),
+      arrays.shaped(op, "captured_idx", captured_idx, shape, jnp.integer),
     )
 
 
@@ -188,7 +188,7 @@ def route_topk(
     scale = scale.astype(jnp.float32)
   else:
     scale = arguments.number(op, "scale", scale)
-  bias = checked(
+  bias = arrays.shaped(
     op, "selection_bias", selection_bias, (num_experts,), jnp.floating
   )
   rule = Rule(
@@ -256,36 +256,10 @@ def _weights(rule: Rule, chosen: jax.Array) -> jax.Array:
   return weights
 
 
-def checked(
-  op: str, name: str, value: Any, shape: tuple[int, ...], kind: Any
-) -> Any:
-  """Returns an array of a shape and a kind of dtype, or None for None."""
-  if value is None:
-    return None
-  x = arrays.array(op, name, value)
-  if not jnp.issubdtype(x.dtype, kind):
-    raise TypeError(
-      f"{op}: {name} is {x.dtype}, but {_KINDS[kind]} are expected; convert it."
-    )
-  arguments.check(
-    x.shape == shape,
-    op,
-    f"{name} has shape {x.shape}, but {shape} is expected.",
-  )
-  return x
-
-
-_KINDS = {
-  jnp.floating: "floats",
-  jnp.integer: "integers",
-  jnp.bool_: "bools (x != 0)",
-}
-
-
 def check_logits(op: str, logits: jax.Array, mask: jax.Array | None) -> None:
   """Raises unless the logits are floats, and the mask has a bool per token."""
-  arrays.check_floats(op, "logits", logits)
-  checked(op, "mask", mask, logits.shape[:-1], jnp.bool_)
+  arrays.check_kind(op, "logits", logits, jnp.floating)
+  arrays.shaped(op, "mask", mask, logits.shape[:-1], jnp.bool_)
 
 
 def masked_float32(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -416,8 +390,8 @@ def topk_from_map(
   """
   op = "topk_from_map"
   shape = np.shape(routing_map)
-  routing_map = checked(op, "routing_map", routing_map, shape, jnp.bool_)
-  probs = checked(op, "probs", probs, shape, jnp.floating)
+  routing_map = arrays.shaped(op, "routing_map", routing_map, shape, jnp.bool_)
+  probs = arrays.shaped(op, "probs", probs, shape, jnp.floating)
   rule = Rule(top_k, "softmax", False, 1.0, 1, 1, 1)
   rule.check(op, shape[-1])
   # Among equal logits, `choose` takes the lowest ids.

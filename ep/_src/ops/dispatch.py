@@ -130,7 +130,7 @@ def ep_dispatch(
       f" [..., {sizes.K}] is expected."
     )
   if topk_weights.dtype != jnp.float32:
-    arrays.check_floats(op, "topk_weights", topk_weights)
+    arrays.check_kind(op, "topk_weights", topk_weights, jnp.floating)
   operands = handle.mem, handle.group_sizes, tokens, topk_weights, scales
   return tuple(dispatch.in_view(view, [sizes], *operands))
 

@@ -121,7 +121,7 @@ def check_choices(
     f"topk_weights has shape {topk_weights.shape}, but topk_idx"
     f" {topk_idx.shape}; pass a weight for each id.",
   )
-  arrays.check_floats(op, "topk_weights", topk_weights)
+  arrays.check_kind(op, "topk_weights", topk_weights, jnp.floating)
 
 
 def keep_routing(x: _Tree) -> _Tree:
