@@ -19,19 +19,10 @@ from environment import Environment
 
 # The XLA flag that makes compilation fast.
 _QUICK = "--xla_backend_optimization_level=0"
-# Flax 0.12.8, the last one for Python 3.11, raises an AttributeError when it is
-# imported with JAX 0.12.
 _IMPORT_RECIPES = """
 import importlib.util, pathlib, runpy
-fault = ""
-try:
-  import flax.nnx
-except AttributeError as e:
-  fault = e
 for path in sorted(pathlib.Path("examples/recipes").glob("*.py")):
-  if fault and "from flax" in path.read_text():
-    print(path.name, "was not imported: flax fails itself:", fault)
-  elif path.stem == "levanter_moe" and not importlib.util.find_spec("levanter"):
+  if path.stem == "levanter_moe" and not importlib.util.find_spec("levanter"):
     print(path.name, "was not imported: Levanter is not installed")
   else:
     runpy.run_path(str(path))
