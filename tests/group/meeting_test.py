@@ -118,7 +118,7 @@ def test_the_bytes_of_a_process_do_not_grow_with_their_number():
   assert max(c.bytes for c in others) < 5000
   assert first.requests == 6
   assert first.bytes < 5000 + 60 * count
-  every[0].delete("m/0")
+  every[0].delete(["m/0"])
   assert len(store) == 0
 
 

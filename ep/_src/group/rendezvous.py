@@ -56,6 +56,10 @@ _HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_")
 _serials: collections.defaultdict[str, itertools.count[int]]
 _serials = collections.defaultdict(itertools.count)
 
+# Folders of past meetings in the key-value store, by the set of processes.
+_folders: collections.defaultdict[str, list[str]]
+_folders = collections.defaultdict(list)
+
 
 def group_name(mesh: meshes.Mesh, name: str | None) -> str:
   """Returns `name`, or a new name if it is None; equal on all processes."""
@@ -127,8 +131,7 @@ def _meet(
     proposal, introduction = propose()
     return proposal, {me: introduction}
   who = _digest(members)
-  serial = next(_serials[f"joins of {who}"])
-  folder = f"ep/join/{who}/{serial}"
+  folder = f"ep/join/{who}/{next(_serials[f'joins of {who}'])}"
   meeting = Meeting(what, client, folder, members, me, group.timeout_s)
   try:
     proposal, introduction = propose()
@@ -140,10 +143,13 @@ def _meet(
   except Exception as e:
     meeting.fail(e)
     raise
+  finally:
+    _folders[who].append(folder)
   meeting.publish(terms, introduction, domain)
   meeting.settle(terms)
   answers = meeting.introductions(domain) if introduction else {}
-  meeting.delete(f"ep/join/{who}/{serial - 1}")
+  meeting.delete(_folders[who][:-1])
+  del _folders[who][:-1]
   return proposal, answers
 
 
@@ -196,13 +202,14 @@ class Meeting:
     """Returns the introductions of a domain. Call it after `settle`."""
     return dict(sorted(self._get(f"introduction/{domain}").items()))
 
-  def delete(self, folder: str) -> None:
-    """Deletes the folder of the last meeting, if this process is the first.
+  def delete(self, folders: Sequence[str]) -> None:
+    """Deletes folders of earlier meetings, if this process is the first.
 
-    No process still reads it: each process has published in this meeting.
+    No process still reads them: each process has published in this meeting.
     """
     if self._is_first:
-      self.client.key_value_delete(f"{folder}/")
+      for folder in folders:
+        self.client.key_value_delete(f"{folder}/")
 
   @property
   def _is_first(self) -> bool:
