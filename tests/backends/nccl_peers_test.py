@@ -7,6 +7,7 @@ ranks for their progress, and report the same missing ranks.
 
 import dataclasses
 import json
+import os
 import time
 
 import jax
@@ -124,7 +125,11 @@ def test_ranks_that_wait_name_the_same_ranks():
 
 LAST = jax.process_count() - 1
 IS_ODD = jax.process_index() == LAST
-VARIABLES = *environment.REFUSED, *environment.AGREED
+VARIABLES = (
+  *environment.REFUSED,
+  *environment.AGREED,
+  *environment.PASSED_ON,
+)
 
 
 class Agreed(Exception):
@@ -189,6 +194,17 @@ def test_processes_with_other_values_are_refused(
   monkeypatch.setenv(variable, "xla")
   with pytest.raises(Agreed):
     meet(config)
+
+
+@pytest.mark.parametrize("variable", environment.PASSED_ON)
+def test_processes_may_differ_in_other_variables(
+  machine, config, monkeypatch, variable
+):
+  value = str(1 + IS_ODD)
+  monkeypatch.setenv(variable, value)
+  with pytest.raises(Agreed):
+    meet(config)
+  assert os.environ[variable] == value
 
 
 @pytest.mark.parametrize("step", ["prepare", "connect_nccl_group"])

@@ -20,17 +20,6 @@ if not _VERSIONS:
 # No Python package contains nvcc for CUDA 12.
 HAS_NVCC = CUDA >= 13
 
-# Variables that may differ between processes. Two have no effect: the kernels
-# that we use have no timeout, and NCCL_EP_JIT_SOURCE_DIR overrides the home.
-PASSED_ON = (
-  "NCCL_EP_DEBUG",
-  "NCCL_EP_ENV_VERBOSE",
-  "NCCL_EP_HOME",
-  "NCCL_EP_PREPROCESS_NUM_SMS",
-  "NCCL_EP_SHUFFLE_SMS",
-  "NCCL_EP_TIMEOUT_MS",
-)
-
 HOPPER = gpu(cuda=CUDA * 1000)
 
 
@@ -87,5 +76,9 @@ def test_every_variable_of_nccl_ep_has_a_rule():
     and not re.match(not_listed, name)
   }
   others = {"EP_NCCL_COMMUNICATOR", "NCCL_DEV_API_JIT"}
-  with_a_rule = {*environment.REFUSED, *environment.AGREED, *PASSED_ON}
+  with_a_rule = {
+    *environment.REFUSED,
+    *environment.AGREED,
+    *environment.PASSED_ON,
+  }
   assert variables == with_a_rule - others

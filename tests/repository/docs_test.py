@@ -133,10 +133,10 @@ def _tables(text):
 
 
 def test_the_variables_of_nccl_ep():
-  """The page's table has the variables that the code refuses or compares."""
+  """The page's table has the variables that the code refuses or passes on."""
   section = _section("docs/gpu.md", "Environment variables")
-  _, _, *rows, _ = re.findall(r"^\|(.*?)\|", section, re.MULTILINE)
-  groups = environment.REFUSED, environment.AGREED
+  _, _, *rows = re.findall(r"^\|(.*?)\|", section, re.MULTILINE)
+  groups = environment.REFUSED, environment.AGREED, environment.PASSED_ON
   assert [re.findall(r"`(\w*NCCL_\w+)`", row) for row in rows] == [
     list(variables) for variables in groups
   ]

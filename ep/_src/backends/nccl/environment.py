@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the environment variables of XLA, NCCL and NCCL EP.
 
-The other variables NCCL_EP_* of NCCL EP 0.2.0 may differ between processes,
-except NCCL_EP_JIT_*, which installation.py checks.
+`REFUSED`, `AGREED` and `PASSED_ON` have all variables NCCL_EP_* of NCCL EP
+0.2.0, except NCCL_EP_JIT_*, which installation.py checks.
 """
 
 from __future__ import annotations
@@ -47,6 +47,17 @@ AGREED = {
   "NCCL_EP_COMBINE_NUM_STAGES_S2G": "(unset)",
   "NCCL_EP_COMBINE_NUM_PIPELINES": "(unset)",
 }
+
+# These variables may differ between processes. Two have no effect: the kernels
+# that we use have no timeout, and NCCL_EP_JIT_SOURCE_DIR overrides the home.
+PASSED_ON = (
+  "NCCL_EP_DEBUG",
+  "NCCL_EP_ENV_VERBOSE",
+  "NCCL_EP_HOME",
+  "NCCL_EP_PREPROCESS_NUM_SMS",
+  "NCCL_EP_SHUFFLE_SMS",
+  "NCCL_EP_TIMEOUT_MS",
+)
 
 # With other values of these flags, XLA may run a collective on the stream of
 # the program while an op runs on the stream of collectives. Each of the two may
