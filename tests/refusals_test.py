@@ -159,6 +159,7 @@ TABLE = {
       ),
       (dict(capacity_factor=0.0), V, "capacity_factor = 0.0.*be positive"),
       (dict(capacity_multiple=0), V, "capacity_multiple = 0"),
+      (dict(alignment=2, capacity_multiple=2**31 - 1), V, "in 32 bits"),
       (dict(overflow="wrap"), V, "overflow = 'wrap'.*error.*drop"),
       (dict(drop_by="fair"), V, 'drop_by = .fair.*overflow="drop"'),
       (dict(tail="nan"), V, "tail = 'nan'.*zero.*unspecified"),
@@ -407,7 +408,11 @@ TABLE = {
       (dict(normalize="no"), F, "normalize = 'no'"),
       (dict(scale=NAN), V, "scale = nan"),
       (dict(selection_bias=zeros(3)), V, r"selection_bias has shape \(3,\)"),
-      (dict(mask=zeros(3)), F, r"mask is float32, but bools \(x != 0\) are"),
+      (
+        dict(mask=zeros(3)),
+        F,
+        "is float32, but bools are expected; pass mask != 0",
+      ),
       (dict(mask=np.ones(2, bool)), V, r"mask has shape \(2,\)"),
       (dict(num_groups=3), V, "num_groups = 3 does not divide"),
       (dict(top_k=5, num_groups=4, top_groups=2), V, "of 2 experts hold only"),
@@ -431,6 +436,7 @@ TABLE = {
     dict(routing_map=np.zeros((4, E), bool), probs=zeros(4, E), top_k=K),
     [
       (dict(routing_map=ids(4, E)), F, "routing_map is int32, but bools"),
+      (dict(routing_map=np.True_), V, "routing_map has no axes"),
       (dict(probs=np.zeros((4, E), bool)), F, "probs is bool, but floats"),
       (dict(probs=zeros(3, E)), V, r"probs has shape \(3, 8\), but \(4, 8\)"),
       (dict(top_k=E + 1), V, "top_k = 9, but it must be in 1..num_exp.* = 8"),
@@ -452,7 +458,7 @@ TABLE = {
       (dict(logits=zeros(E), topk_idx=ids(K)), V, r"logits have shape \(8,\)"),
       (dict(topk_idx=ids(2, 3, K)), V, r"topk_idx has shape \(2, 3, 3\)"),
       (dict(score="relu"), V, "sequence_balancing_loss: score = 'relu'"),
-      (dict(mask=zeros(2, 4)), F, r"mask is float32, but bools \(x != 0\)"),
+      (dict(mask=zeros(2, 4)), F, "mask is float32, but bools are"),
     ],
   ),
   "router_z_loss": lambda: (

@@ -244,6 +244,8 @@ def test_a_capacity_factor_multiplies_the_even_load():
   assert stated.capacity_for(8) == stated.capacity == 20
   limited = ep.EpLayerConfig(group("dp2_ep2"), capacity_factor=1.0)
   assert limited.capacity == limited.capacity_for(1) == T * K
+  same = replace(limited, recv_capacity_per_rank=T * K)
+  assert (same, same.fingerprint) == (limited, limited.fingerprint)
   assert replace(limited, capacity_factor=2).capacity == 2 * T * K
   assert replace(limited, capacity_factor=None, top_k=1).capacity == 2 * T
   stated = ep.EpLayerConfig(limited.group, recv_capacity_per_rank=20)

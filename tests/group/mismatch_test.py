@@ -15,6 +15,7 @@ import pytest
 from cases import Case
 from conftest import make_mesh
 import ep
+from ep._src.base import compat
 from ep._src.group import rendezvous
 from groups import bootstrap, not_with_xla
 from op_functions import dispatch, sizes
@@ -101,6 +102,18 @@ def test_other_tokens(group, make_layer, option, odd, others, words):
   case = Case(make_layer(), **options)
   arrays = case.tokens(dtype), case.weights()
   expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
+
+
+def test_the_store_keeps_the_last_meeting_alone():
+  """A meeting deletes the folders of all earlier ones, failed ones included."""
+  mesh = make_mesh({"ep": RANKS})
+  for _ in range(2):
+    with pytest.raises(ValueError, match="max_tokens_per_rank = 2 on process"):
+      bootstrap(mesh, max_tokens_per_rank=either(3, 2))
+  ep.ep_finalize(bootstrap(mesh))
+  keys = compat.distributed_client().key_value_dir_get("ep/join/")
+  folders = {key.rpartition("/digest/")[0] for key, _ in keys}
+  assert jax.process_index() > 0 or len(folders - {""}) == 1, folders
 
 
 def test_a_wrong_size_of_a_group_that_is_resized(group):

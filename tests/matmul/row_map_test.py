@@ -15,6 +15,7 @@ import pytest
 from cases import jit_quickly
 import ep
 from ep._src.matmul import grouped_matmul as gm
+from ep._src.native import ffi
 from ep._src.ops import row_map
 from ep._src.ops.row_map import map_used_rows
 
@@ -127,7 +128,9 @@ def test_nothing_touches_whole_arrays():
   assert re.search(rf"= \(?bf16\[2,{F},{F}\].* custom-call\(.*{call}", text)
 
 
-def test_work_follows_the_used_rows():
+@pytest.mark.parametrize("is_native", [True, False])
+def test_work_follows_the_used_rows(is_native):
+  ffi.library("host")
   starts = []
 
   def fn(x):
@@ -136,7 +139,7 @@ def test_work_follows_the_used_rows():
 
   call = jax.jit(
     lambda n, x: row_map._apply_by_blocks(
-      n, x, fn=lambda x: [fn(x)], tail="zero", is_native=False
+      n, x, fn=lambda x: [fn(x)], tail="unspecified", is_native=is_native
     )
   )
   for count in (0, 129):

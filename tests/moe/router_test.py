@@ -319,6 +319,17 @@ def test_choices_and_gradients_agree_with_the_map(axis_type):
 
 
 @of_one_process
+@pytest.mark.parametrize("top_k", [np.uint8(K), np.array(K)])
+def test_top_k_is_any_integer(top_k):
+  routing_map, probs = draw_map((T,))
+  with jax.numpy_dtype_promotion("strict"):
+    for fn in ep.route_topk, functools.partial(ep.topk_from_map, routing_map):
+      jax.tree.map(
+        np.testing.assert_array_equal, fn(probs, top_k), fn(probs, K)
+      )
+
+
+@of_one_process
 def test_a_row_with_too_many_experts():
   """Its ids are minus the number of experts, which ep_prepare refuses."""
   a_layer = layer()

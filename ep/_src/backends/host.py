@@ -42,9 +42,13 @@ class HostBackend(Backend):
         ffi.library("host")
         nonlocal listener
         listener = stack.enter_context(sockets.Listener())
-        scopes = ("net", "user")  # abstract addresses are of the first
         return dict(
-          host=[*map(processes.namespace, scopes), os.geteuid()],
+          host=[
+            processes.boot_id(),
+            processes.namespace("net"),  # the scope of abstract addresses
+            processes.namespace("user"),
+            os.geteuid(),
+          ],
           address=listener.address,
           pid=os.getpid(),
           namespace=processes.namespace(),

@@ -93,16 +93,16 @@ def shaped(
 _KINDS = {
   jnp.floating: "floats",
   jnp.integer: "integers",
-  jnp.bool_: "bools (x != 0)",
+  jnp.bool_: "bools",
 }
 
 
 def check_kind(what: str, name: str, x: jax.Array, kind: Any) -> None:
   """Raises `TypeError` unless an array has a dtype of a kind of `_KINDS`."""
   if not jnp.issubdtype(x.dtype, kind):
+    cure = f"pass {name} != 0" if kind is jnp.bool_ else "convert it"
     raise TypeError(
-      f"{what}: {name} is {x.dtype}, but {_KINDS[kind]} are expected; convert"
-      " it."
+      f"{what}: {name} is {x.dtype}, but {_KINDS[kind]} are expected; {cure}."
     )
 
 

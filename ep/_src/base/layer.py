@@ -84,10 +84,12 @@ class EpLayerConfig(NotCopied):
   """
 
   group: EpGroup = dataclasses.field(repr=False)
-  # Any: None, until `__post_init__` takes the value of the group.
+  # These are Any, because they are None until `__post_init__` inherits a value.
   top_k: Any = None
   alignment: Any = None
-  recv_capacity_per_rank: int | None = None
+  recv_capacity_per_rank: int | None = dataclasses.field(
+    default=None, compare=False
+  )
   capacity_factor: float | None = None
   capacity_multiple: int = 1
   overflow: Any = None
@@ -98,7 +100,7 @@ class EpLayerConfig(NotCopied):
   # A 63-bit hash of layer and group, equal on all processes.
   fingerprint: int = dataclasses.field(init=False, repr=False, compare=False)
   # C if it is the same for all ops, else None.
-  _fixed: int | None = dataclasses.field(init=False, repr=False, compare=False)
+  _fixed: int | None = dataclasses.field(init=False, repr=False)
   _known: dict[Any, Sizes] = dataclasses.field(
     init=False, repr=False, compare=False
   )
@@ -113,8 +115,9 @@ class EpLayerConfig(NotCopied):
     arguments.resolve(what, self, _CHECKS)
     self._check_choices(what)
     self._set_capacity(what)
-    # The texts have all arguments of the layer and of its group.
-    digest = hashlib.sha256(repr((self.group, self)).encode()).digest()
+    names = (f.name for f in dataclasses.fields(self) if f.compare)
+    values = [getattr(self, name) for name in names]
+    digest = hashlib.sha256(repr(values).encode()).digest()
     fingerprint = int.from_bytes(digest[:8], "little") >> 1
     vars(self).update(fingerprint=fingerprint, _known={})
 
@@ -224,6 +227,14 @@ class EpLayerConfig(NotCopied):
     if self.capacity_multiple > 1:
       unit = math.lcm(self.capacity_multiple, self.alignment)
       rows = -(-rows // unit) * unit
+    arguments.check(
+      rows <= arguments.INT32_MAX,
+      f'EpLayerConfig(name="{self.name}")',
+      f"{num_tokens} tokens of a rank need a capacity of {rows} rows"
+      f" (alignment = {self.alignment}, capacity_multiple ="
+      f" {self.capacity_multiple}), but rows are counted in 32 bits; lower one"
+      " of these.",
+    )
     return rows
 
   def check_tokens(self, what: str, num_tokens: int) -> None:

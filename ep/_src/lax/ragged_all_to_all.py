@@ -123,10 +123,11 @@ def ragged_all_to_all(
   _check_rows(operand, output)
   ranks = _group_size(lax.axis_size(tuple(names)), groups)
   manual = jax.sharding.get_abstract_mesh().manual_axes
-  if not {*manual}.issuperset(names):
-    raise NotImplementedError(
-      f"{_NAME}: {axis_name!r} is the axis of a jax.vmap; use jax.shard_map."
-    )
+  for name in names:
+    if name not in manual:
+      raise NotImplementedError(
+        f"{_NAME}: {name!r} is the axis of a jax.vmap; use jax.shard_map."
+      )
   size = slices["input_offsets"].size
   for name, x in slices.items():
     check(

@@ -258,7 +258,7 @@ class MoE:
     token_shape: tuple[int, ...],
     size: int | None,
   ) -> tuple[jax.Array, Metrics]:
-    """Applies the layer in a view to `size` tokens, then to added ones."""
+    """Applies the layer in a view. Tokens after the first `size` were added."""
     config, layer = self.config, self.ep_layer
     x, mask, *ids = tokens
     if size is not None:

@@ -212,7 +212,7 @@ def _run(
   token_shape: tuple[int, ...],
   size: int | None,
 ) -> tuple[jax.Array, EpHandle]:
-  """Applies the layer in a view to `size` tokens, then to added ones."""
+  """Applies the layer in a view. Tokens after the first `size` were added."""
   del size
   num_tokens = math.prod(token_shape)
   layer.check_tokens(view.op, num_tokens)

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from ep._src.base import arguments, arrays, compat
 from ep._src.ops.prepare import keep_routing
@@ -36,7 +35,7 @@ class Rule(NamedTuple):
   def check(self, op: str, num_experts: int) -> None:
     """Raises unless the arguments of the choice are valid and fit together."""
     top_k, num_groups, top_groups = self.top_k, self.num_groups, self.top_groups
-    for name in ("top_k", "num_groups", "top_groups", "group_best"):
+    for name in ("num_groups", "top_groups", "group_best"):
       arguments.integer(op, name, getattr(self, name))
     arguments.check(
       1 <= top_k <= num_experts,
@@ -181,6 +180,7 @@ def route_topk(
     TypeError: an argument has another type or dtype.
   """
   op = "route_topk"
+  top_k = arguments.integer(op, "top_k", top_k)
   *lead, num_experts = logits.shape
   check_score(op, "score", score)
   arguments.flag(op, "normalize", normalize)
@@ -389,7 +389,12 @@ def topk_from_map(
       integer.
   """
   op = "topk_from_map"
-  shape = np.shape(routing_map)
+  top_k = arguments.integer(op, "top_k", top_k)
+  routing_map = jnp.asarray(routing_map)
+  shape = routing_map.shape
+  arguments.check(
+    len(shape) > 0, op, "routing_map has no axes, but [..., E] is expected."
+  )
   routing_map = arrays.shaped(op, "routing_map", routing_map, shape, jnp.bool_)
   probs = arrays.shaped(op, "probs", probs, shape, jnp.floating)
   rule = Rule(top_k, "softmax", False, 1.0, 1, 1, 1)

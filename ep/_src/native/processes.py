@@ -40,15 +40,18 @@ def time_told(path: pathlib.Path, state: str) -> float | None:
 
 
 @functools.cache
+def boot_id() -> str:
+  """Returns the id of this machine's boot; raises OSError if not on Linux."""
+  return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@functools.cache
 def namespace(kind: str = "pid") -> str | None:
   """Returns the id of this process's Linux namespace; None if not on Linux.
 
-  Namespaces have other ids on another machine, and after another boot.
   A process id is only valid in its namespace of the kind "pid".
   """
-  boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
   try:
-    own = os.readlink(f"/proc/self/ns/{kind}")
-    return f"{boot.read_text().strip()}/{own}"
+    return f"{boot_id()}/{os.readlink(f'/proc/self/ns/{kind}')}"
   except OSError:
     return None

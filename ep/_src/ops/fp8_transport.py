@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -62,8 +64,23 @@ def send(
   received, *weights = of_bytes.bind(
     mem, group_sizes, pack(*quantized), *weights, sizes=sizes
   )
-  # Types, because JAX's caches keep the functions below, and would leak arrays.
-  types, dtype = [*map(jax.typeof, quantized)], rows.dtype
+  types = tuple(map(jax.typeof, quantized))
+  factors_of, rows_of = _readers(types, rows.dtype)
+  # Two loops: in one loop, XLA:CPU would recompute a scale for each element.
+  factors = map_used_rows(factors_of, group_sizes, received)
+  rows = map_used_rows(rows_of, group_sizes, received, factors, tail=sizes.tail)
+  return [rows, *weights]
+
+
+@functools.cache  # JAX lowers equal functions once for all ops of a program
+def _readers(
+  types: tuple[Any, Any], dtype: jnp.dtype
+) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+  """Returns functions that dequantize blocks of packed rows of `types`.
+
+  The first returns the scales as float32 factors; the second returns the rows
+  in `dtype`, given the factors.
+  """
 
   def factors_of(packed: jax.Array) -> jax.Array:
     rows, scales = unpack(packed, *types)
@@ -73,7 +90,4 @@ def send(
     rows, _ = unpack(packed, *types)
     return quantizers.multiply(rows, factors, dtype)
 
-  # Two loops: in one loop, XLA:CPU would recompute a scale for each element.
-  factors = map_used_rows(factors_of, group_sizes, received)
-  rows = map_used_rows(rows_of, group_sizes, received, factors, tail=sizes.tail)
-  return [rows, *weights]
+  return factors_of, rows_of

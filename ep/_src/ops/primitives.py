@@ -39,9 +39,10 @@ def op(name: str, out_types: OutTypes) -> compat.Primitive:
 
 
 def row_types(to_slots: bool, with_weights: bool = False) -> OutTypes:
-  """Returns the types of an op that sends rows: rows [C, H], or [T, H].
+  """Returns the types of an op that sends rows [C, H] to slots, or back.
 
-  With weights, the op also returns weights [C], or [T, K].
+  Without `to_slots` the op returns rows [T, H]. With weights, the op also
+  returns weights [C], or [T, K].
   """
 
   def types(

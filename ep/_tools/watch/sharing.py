@@ -36,7 +36,7 @@ class Record:
   raised: str  # the error that ended the last step, or ""
   has_left: bool  # the process left the context
   stack: str  # of Python, the latest call first
-  # Known only to a process that reads this record:
+  # The processes that read this record set these two fields.
   silent_s: float = 0.0  # time without a new record, if that is too long
   state: str = ""  # of a silent process; see `liveness.states`
 

@@ -35,8 +35,9 @@ from ep._src.native import shipped_files
 # ep_ffi/backends/nccl/limits.h.
 _NCCL_HEADERS = 23007
 
-# The NCCL_EP_API_VERSION of nccl-extensions 0.1.0, which grows with any struct.
-# TransformerEngine 2.20.2 has API 3; both libraries have the version 0.2.0.
+# The NCCL_EP_API_VERSION of nccl-extensions 0.1.0. A change of any struct has a
+# new API version. TransformerEngine 2.20.2 has API 3; both libraries have the
+# version 0.2.0.
 _NCCL_EP_API = 2
 
 # NCCL EP compiles all its kernels with this header and these flags.

@@ -4,8 +4,8 @@
 Each op's primitive is lowered to a function of one rank's arrays. `ep_prepare`
 gathers the number of tokens per rank and expert, and every rank computes its
 plan from these counts (plans.py). Dispatch sends rows along the plan, and
-combine sends rows back: by XLA's ragged all-to-all (ragged.py), or on CPUs,
-where XLA has no such collective, in buckets (padded.py).
+combine sends rows back: by XLA's ragged all-to-all (ragged.py), or in buckets
+(padded.py) in programs for CPUs, where XLA has no such collective.
 
 An op raises the error of any rank on all ranks. If the program cannot call
 Python, or must not (`ep_bootstrap(errors="flag")`), the op's results are NaN
@@ -70,7 +70,7 @@ def _run(
   types: Sequence[Any],
   *operands: jax.Array,
 ) -> list[jax.Array]:
-  """Returns the results of an op, of some types, on one rank."""
+  """Returns the results of an op, which have `types`, on one rank."""
   if not sizes.T:
     return [jnp.zeros(x.shape, x.dtype) for x in types]
   if op == "ep_prepare":

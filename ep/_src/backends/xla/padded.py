@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": sends rows in buckets, on CPUs and in domains of one rank.
+"""backend="xla": sends rows in buckets.
+
+Programs for CPUs, perhaps among other platforms, and domains of one rank use
+buckets.
 
 The rows from rank s to rank d are a *stream*: the slices for the experts of d,
 in their order. Each rank sends a bucket of B rows to each rank, where B is the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": sends rows by XLA's ragged all-to-all, except on CPUs.
+"""backend="xla": sends rows by XLA's ragged all-to-all, not on CPUs.
 
 XLA's ragged all-to-all writes each slice of rows to its final place: slots on
 the rank of the expert, or the sorted choices of the source rank. So each row is
