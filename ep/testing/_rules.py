@@ -244,7 +244,7 @@ def _check_pullback(
   kinds: Sequence[str] = (),
   names: Sequence[str] = (),
 ) -> _Errors:
-  """Checks gradients, all or those of `names`."""
+  """Checks the gradients of `names`, or of all inputs."""
   for numbers in kinds or oracle.numbers:
     inputs = oracle.inputs(rng, numbers)
     g = oracle.cotangent(rng, numbers)

@@ -6,6 +6,7 @@ Each error message begins with `what`, the name of the public function.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -124,6 +125,15 @@ def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
   used = lax.iota(jnp.int32, rows.shape[0]) < num_used
   filler = jnp.full_like(rows, TAILS[tail])
   return jnp.where(expanded(used, rows.ndim), rows, filler)
+
+
+# If negative indices are allowed, JAX adds operations to handle them.
+read_rows = functools.partial(
+  lax.dynamic_slice_in_dim, allow_negative_indices=False
+)
+write_rows = functools.partial(
+  lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False
+)
 
 
 def dtype(what: str, name: str, value: Any) -> np.dtype:

@@ -27,7 +27,7 @@ import functools
 from jax import Array, lax
 import jax.numpy as jnp
 
-from ep._src.base.arrays import TAILS
+from ep._src.base.arrays import read_rows, TAILS, write_rows
 
 _Arrays = Sequence[Array]
 
@@ -147,16 +147,12 @@ class _Tile:
 
   def read(self, rows: Array) -> Array:
     """Returns the rows of the tile, including rows outside of the slab."""
-    return lax.dynamic_slice_in_dim(
-      rows, self.start, self._height, allow_negative_indices=False
-    )
+    return read_rows(rows, self.start, self._height)
 
   def write(self, rows: Array, values: Array) -> Array:
     """Returns `rows` with the tile's `values` in the rows of the slab."""
     values = jnp.where(self.inside[:, None], values, self.read(rows))
-    return lax.dynamic_update_slice_in_dim(
-      rows, values, self.start, 0, allow_negative_indices=False
-    )
+    return write_rows(rows, values, self.start)
 
 
 def _dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-import math
 from typing import Any, overload
 
 import jax
@@ -177,12 +176,12 @@ def check_rows(
         f" {group.max_token_dtype}; convert the rows, or raise it"
         " with ep_resize."
       )
-  hidden, most = math.prod(rows.shape[-1:]), group.hidden_dim
-  if rows.ndim < 2 or not hidden:
+  if rows.ndim < 2 or not rows.shape[-1]:
     raise ValueError(
       f"{op}: {name} has shape {rows.shape}, but [..., H] is expected, with at"
       " least one axis of rows and at least one element in a row."
     )
+  hidden, most = rows.shape[-1], group.hidden_dim
   if most is not None and hidden > most:
     raise ValueError(
       f"{op}: {name} has hidden size {hidden}, but it must be no more than the"

@@ -22,7 +22,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import compat, contexts
-from ep._src.base.arrays import cut, expanded, TAILS
+from ep._src.base.arrays import cut, expanded, read_rows, TAILS, write_rows
 from ep._src.base.compat import ad
 from ep._src.lax import primitive
 from ep._src.native import ffi
@@ -254,12 +254,12 @@ def _apply_by_blocks(
   def step(i: jax.Array, outs: list[jax.Array]) -> list[jax.Array]:
     start = jnp.minimum(i * HEIGHT, num_rows - HEIGHT)
     blocks = [
-      lax.bitcast_convert_type(_read(x, start, HEIGHT), array.dtype)
+      lax.bitcast_convert_type(read_rows(x, start, HEIGHT), array.dtype)
       for x, array in zip(operands, arrays, strict=True)
     ]
     rows = (cut(y, num_used - start, tail) for y in fn(*blocks))
     return [
-      _write(out, lax.bitcast_convert_type(y, out.dtype), start, 0)
+      write_rows(out, lax.bitcast_convert_type(y, out.dtype), start)
       for out, y in zip(outs, rows, strict=True)
     ]
 
@@ -272,15 +272,6 @@ def _apply_by_blocks(
   return [
     retyped(out, t.dtype, written) for out, t in zip(outs, types, strict=True)
   ]
-
-
-# If negative indices are allowed, JAX adds operations to handle them.
-_read = functools.partial(
-  lax.dynamic_slice_in_dim, allow_negative_indices=False
-)
-_write = functools.partial(
-  lax.dynamic_update_slice_in_dim, allow_negative_indices=False
-)
 
 
 def _bits(dtype: jnp.dtype) -> jnp.dtype:
