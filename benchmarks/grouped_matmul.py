@@ -10,8 +10,8 @@ matmul below dense and copies together reads and computes at the same time.
 
     JAX_PLATFORMS=cuda ... --models=mixtral_8x7b,olmoe_1b_7b
 
-measures the first matmul of models in bfloat16, also in others' functions as
-far as they are installed. With --layers, measures whole layers on one device
+measures the first matmul of models in bfloat16, also by other implementations
+as far as they are installed. With --layers, measures whole layers on one device
 against the dense products of as many rows.
 
 Prints the errors of the product and its gradients, relative to the largest
@@ -204,6 +204,8 @@ def _functions(others: bool) -> Iterator[tuple[str, Callable]]:
   yield "ep", ep.grouped_matmul
   if not others:
     return
+  tiles = functools.partial(ep.grouped_matmul, implementation="tiles")
+  yield "ep, tiles", tiles
   yield "lax.ragged_dot", jax.lax.ragged_dot
   if jax.default_backend() == "gpu":
     module = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
@@ -221,8 +223,10 @@ def _functions(others: bool) -> Iterator[tuple[str, Callable]]:
       ),
     )
   yield (
-    "tokamax",
-    lambda *args: importlib.import_module("tokamax").ragged_dot(*args),
+    "ep, tokamax",
+    lambda *args: ep.grouped_matmul(
+      *args, implementation=importlib.import_module("tokamax").ragged_dot
+    ),
   )
 
 
