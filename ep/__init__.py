@@ -33,7 +33,7 @@ Replace an exchange:
 
 When something is wrong:
     check              raises the fault that a step returned
-    checked            traces programs with checks of their arguments
+    checked            traces programs with checks of their results
     describe           prints the routing of a step as a table
     watch              says which processes of a hanging job lag, and why
 

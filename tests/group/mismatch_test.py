@@ -10,14 +10,15 @@ import functools
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from cases import Case
-from conftest import make_mesh
+from conftest import make_mesh, to_global
 import ep
 from ep._src.base import compat
 from ep._src.group import rendezvous
-from groups import bootstrap, not_with_xla
+from groups import bootstrap, E, not_with_xla
 from op_functions import dispatch, sizes
 
 pytestmark = [
@@ -142,6 +143,17 @@ def test_a_handle_of_another_routing(group, make_layer, equal_counts):
   expect_disagreement(
     group, lambda: ep.ep_dispatch(either(old, new), *arrays), *words
   )
+
+
+def test_other_ranks_of_experts(group):
+  experts = np.roll(np.arange(E), either(E // 2, 0))
+  ids = to_global(np.arange(E), group.mesh, jax.P("ep"))
+  with pytest.raises(ep.EpError, match="recv_sizes must agree"):
+    new = ep.Placement(experts)
+    jax.block_until_ready(
+      ep.moe.move(group, ids, jax.P("ep"), old=None, new=new)
+    )
+  check_works(group)
 
 
 # --- Ranks wait in vain -------------------------------------------------------

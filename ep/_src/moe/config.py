@@ -118,7 +118,7 @@ class MoEConfig(NotCopied):
       are multiplied. Tokens and parameters are converted, and y has this dtype.
       None: tokens and all parameters but the router must have one dtype.
       Logits, scores and metrics are float32.
-    name: for messages and traces.
+    name: for messages and profiles.
 
   Raises:
     ValueError: a value is out of range.

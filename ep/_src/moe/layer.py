@@ -54,7 +54,7 @@ class MoE:
 
       The group of P ranks has P * L experts, where L is E / P, rounded up. A
       group of E experts also serves.
-    name: for messages and traces; None is `config.name`.
+    name: for messages and profiles; None is `config.name`.
     **options: options of `ep_bootstrap` for a mesh, such as
       `max_tokens_per_rank` and `backend`. `config` gives `num_experts`, `top_k`
       and `hidden_dim`, and tokens are not split over `config.tp_axis`.
@@ -198,7 +198,7 @@ class MoE:
       mask: bool [...] or None. Tokens with the mask False visit no expert, not
         even the shared expert, and do not count in the metrics. For these
         tokens y is 0, and x, even NaN, affects no value and no gradient.
-      forced_idx: int32 [..., K] or None, the experts to visit instead of the
+      forced_idx: int [..., K] or None, the experts to visit instead of the
         experts of the highest scores, as in `ep.route_topk`. With a placement,
         empty slots or `token_chunks`, a collective of XLA checks the ids.
       captured_idx: int [..., K] or None, the experts that an inference engine
