@@ -22,7 +22,7 @@ namespace ep {
 // and enums. If one of these changes, change the version here and in
 // ep/_src/native/ffi.py. Before any other call, Python refuses a library of
 // another version.
-inline constexpr int32_t kInterfaceVersion = 6;
+inline constexpr int32_t kInterfaceVersion = 7;
 
 // Runs `body`, which returns a Status. Writes its message and returns its code.
 template <typename Body>

@@ -424,12 +424,9 @@ SlabProduct Computation::ProductOf(int64_t slab, int64_t result) const {
       product.out = Matrix(result, slab);
       product.matrix = Fetch::kResult;
       product.is_tree = true;
-      const bool is_whole = args_.num_segments == 0;
-      const int32_t* depths = is_whole
-                                  ? args_.sizes + slab
-                                  : args_.segments + slab * args_.num_segments;
+      const int32_t* depths = args_.segments + slab * args_.num_segments;
       int64_t row = start;
-      for (int64_t s = 0; s < (is_whole ? 1 : args_.num_segments); ++s) {
+      for (int64_t s = 0; s < args_.num_segments; ++s) {
         product.terms.push_back({Rows().At(row, 0).Transposed(),
                                  Outs(result).At(row, 0), depths[s]});
         row += depths[s];

@@ -50,7 +50,7 @@ struct GroupedMatmulArgs {
   const int32_t* sizes;  // [L]
   // [L, S], the sizes of the S segments at the start of each slab; the rows
   // after the segments are zero. The segments' matrices are added in a tree, as
-  // in ep/_src/base/ordered_sum.py. With S = 0 a slab is one segment.
+  // in ep/_src/lax/ordered_sum.py.
   const int32_t* segments;
   int64_t num_slabs, num_segments;
   int64_t num_rows;  // C

@@ -93,6 +93,15 @@ struct Case {
   int64_t used() const {
     return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   }
+
+  // By default, a slab is one segment.
+  int64_t num_segments() const {
+    return segments.empty() ? 1 : segments[0].size();
+  }
+  std::vector<int32_t> SegmentsOf(size_t slab) const {
+    return segments.empty() ? std::vector<int32_t>{sizes[slab]}
+                            : segments[slab];
+  }
 };
 
 // Random arguments, with NaN in the rows outside all slabs.
@@ -130,8 +139,8 @@ struct Arrays {
 Status Compute(const Kernels& kernels, const Case& c, Missing missing,
                Arrays* arrays, Executor* executor = nullptr) {
   std::vector<int32_t> segments;
-  for (const auto& s : c.segments) {
-    segments.insert(segments.end(), s.begin(), s.end());
+  for (size_t j = 0; j < c.sizes.size(); ++j) {
+    for (int32_t size : c.SegmentsOf(j)) segments.push_back(size);
   }
   GroupedMatmulArgs args;
   args.missing = missing;
@@ -139,7 +148,7 @@ Status Compute(const Kernels& kernels, const Case& c, Missing missing,
   args.sizes = c.sizes.data();
   args.segments = segments.data();
   args.num_slabs = c.sizes.size();
-  args.num_segments = c.segments.empty() ? 0 : c.segments[0].size();
+  args.num_segments = c.num_segments();
   args.num_rows = c.num_rows;
   args.width = c.width;
   args.row_type = c.row_type;
@@ -179,18 +188,17 @@ float Tree(std::vector<float> sums) {
 std::vector<std::vector<double>> Loop(const Kernels& kernels, const Case& c,
                                       Missing missing, Arrays& arrays) {
   std::vector<std::vector<std::vector<float>>> sums;
-  const bool has_segments =
-      missing == Missing::kMatrices && !c.segments.empty();
+  const bool is_tree = missing == Missing::kMatrices;
   for (Array* x : arrays.Of(missing)) {
-    sums.emplace_back(
-        x->size(), std::vector<float>(has_segments ? c.segments[0].size() : 1));
+    sums.emplace_back(x->size(),
+                      std::vector<float>(is_tree ? c.num_segments() : 1));
   }
   int64_t start = 0;
   for (size_t j = 0; j < c.sizes.size(); ++j) {
     int64_t r = start;
     start += c.sizes[j];
     const auto segments =
-        has_segments ? c.segments[j] : std::vector<int32_t>{c.sizes[j]};
+        is_tree ? c.SegmentsOf(j) : std::vector<int32_t>{c.sizes[j]};
     for (size_t s = 0; s < segments.size(); ++s) {
       for (const int64_t end = r + segments[s]; r < end; ++r) {
         for (size_t p = 0; p < c.widths.size(); ++p) {

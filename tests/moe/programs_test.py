@@ -184,6 +184,20 @@ def test_experts_are_chosen_once(block, unroll, options):
   assert choices(jax.checkpoint(block)) == choices(block)
 
 
+@pytest.mark.parametrize("options", [{}, CHUNK, dict(deterministic=True)])
+def test_a_rank_returns_no_empty_array(options):
+  """XLA of JAX 0.11.2 crashes if an empty array leaves a `shard_map`."""
+  layer = make(**options)
+
+  def of_gradients(params, x):
+    return jnp.sum(jax.grad(lambda x: layer(params, x)[0].sum())(x) ** 2)
+
+  program = jax.make_jaxpr(jax.grad(of_gradients))(*arrays(layer, 16))
+  ranks = [e for e in program.eqns if e.primitive.name == "shard_map"]
+  assert ranks
+  assert all(x.aval.size for e in ranks for x in (*e.invars, *e.outvars))
+
+
 # Chunks
 
 

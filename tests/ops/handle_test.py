@@ -78,6 +78,7 @@ def test_kept_has_the_axes_and_the_sharding_of_the_choices():
   assert handle.kept.sharding.is_equivalent_to(topk_idx.sharding, topk_idx.ndim)
 
 
+@pytest.mark.skipif(jax.__version__ == "0.11.2", reason="XLA crashes")
 def test_a_step_without_tokens():
   """A rank without tokens still has rows for one token."""
   case = Case(layer(), np.zeros((0, K), np.int32), lead=(0,))

@@ -142,7 +142,7 @@ def grouped_matmuls(
   of the segments' gradients, added as a balanced binary tree, in order.
   """
   if segments is None:
-    segments = jnp.zeros((*group_sizes.shape, 0), jnp.int32)
+    segments = group_sizes[:, None]
   operands = compat.vary_together(group_sizes, segments, rows, *matrices)
   with jax.numpy_dtype_promotion("standard"):
     matrix_dtype = jnp.result_type(*matrices)

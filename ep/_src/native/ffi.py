@@ -25,7 +25,7 @@ from ep._src.native import shipped_files
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
 # Equals kInterfaceVersion of ep_ffi/core/export.h, which says when to add 1.
-INTERFACE_VERSION = 6
+INTERFACE_VERSION = 7
 
 # The values of the C++ enum `Tail` of ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
