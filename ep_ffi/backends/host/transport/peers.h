@@ -9,7 +9,7 @@
 // a bad byte fails the run and does no other harm (../fuzz).
 //
 // Rows are in shared memory (segment.h). The socket reports that a peer closes
-// the socket or dies; ProcessWatch reports a death even if a child of the
+// the socket or dies; WatchEnd reports a death even if a child of the
 // peer's process holds the socket open.
 //
 // One progress thread per group receives messages. The thread waits only for
@@ -100,7 +100,7 @@ class Peers {
   Callbacks callbacks_;
   SegmentPool segments_;
   std::vector<std::unique_ptr<Link>> links_;  // by process; null for this one
-  std::vector<ProcessWatch> watches_;         // by process
+  std::vector<Fd> ends_;                      // by process; see WatchEnd
   const Fd epoll_;
   const Fd stop_;  // an eventfd that stops the progress thread
   std::thread progress_;
