@@ -44,7 +44,7 @@ class NcclRanks : public Group {
 
   // See NcclGroup. ConnectById is for a process with one rank.
   Status ConnectById(const std::string& unique_id) {
-    return first().ConnectById(unique_id);
+    return first().Join(unique_id, /*lent=*/nullptr);
   }
   Status Connect(int32_t device, void* communicator) override;
   Status CheckMachine(int64_t num_hosts);
