@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <utility>
 
 #include "ep_ffi/backends/host/group.h"
 #include "ep_ffi/core/export.h"

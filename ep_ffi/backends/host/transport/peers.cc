@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <utility>
 
 #include "ep_ffi/core/clock.h"
