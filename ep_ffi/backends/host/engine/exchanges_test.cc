@@ -66,12 +66,7 @@ class ExchangeTest : public ::testing::Test {
   explicit ExchangeTest(double timeout_s = 30) : peers_(kRanks) {
     Sockets sockets(kRanks);
     for (int32_t p = 0; p < kRanks; ++p) {
-      Topology topology = TopologyOf(p, kRanks);
-      topology.ep_size = kRanks;
-      for (int32_t r = 0; r < kRanks; ++r) {
-        topology.members.push_back({/*process=*/r, /*device=*/r});
-      }
-      testing::ExpectOk(Peers::Create(topology, sockets.Take(p),
+      testing::ExpectOk(Peers::Create(TopologyOf(p, kRanks), sockets.Take(p),
                                       /*tick_s=*/0.05, &peers_[p]));
     }
     exchanges_ =
