@@ -22,10 +22,7 @@ Status NcclRanks::Connect(int32_t device, void* communicator) {
 }
 
 Status NcclRanks::CheckMachine(int64_t num_hosts) {
-  for (const Rank& rank : ranks_) {
-    EP_RETURN_IF_ERROR(rank.group->CheckMachine(num_hosts));
-  }
-  return Status();
+  return ForEach([&](NcclGroup& rank) { return rank.CheckMachine(num_hosts); });
 }
 
 Status NcclRanks::Open() {

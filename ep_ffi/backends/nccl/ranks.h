@@ -68,8 +68,8 @@ class NcclRanks : public Group {
 
  private:
   NcclGroup& first() const { return *ranks_.front().group; }
-  // Calls `call` on all ranks in parallel, because it is collective. Returns
-  // the first error.
+  // Calls `call` on all ranks in parallel, because it may be collective.
+  // Returns the first error.
   Status ForEach(const std::function<Status(NcclGroup&)>& call) const;
   const std::vector<Rank> ranks_;
 };
