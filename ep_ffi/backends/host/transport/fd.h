@@ -41,16 +41,15 @@ class Fd {
 
 // Returns a descriptor that is readable after the process `pid` has ended, or
 // none: if `pid` is 0, and before Linux 5.3, which added process descriptors.
+// The process may have ended already.
 inline Fd WatchEnd(int32_t pid) {
+  if (pid == 0) return Fd();
+  int end = -1;
 #ifdef SYS_pidfd_open  // Linux 5.3
-  Fd end(pid == 0 ? -1 : static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-  if (pid != 0 && end.get() < 0 && errno == ESRCH) {
-    end = Fd(eventfd(/*initval=*/1, EFD_CLOEXEC));  // it has ended already
-  }
-  return end;
-#else
-  return Fd();
+  end = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (end < 0 && errno == ESRCH) end = eventfd(/*initval=*/1, EFD_CLOEXEC);
 #endif
+  return Fd(end);
 }
 
 // Sends a message with copies of descriptors. Returns false if the call fails,

@@ -5,8 +5,9 @@
 // Each pair of processes has one Unix socket (SOCK_SEQPACKET: whole messages,
 // in order), which carries messages (messages.h) and descriptors of segments.
 // Python connects the sockets, and knows from the kernel which user and process
-// is at the other end (ep/_src/native/sockets.py). What they send is checked:
-// a bad byte fails the run and does no other harm (../fuzz).
+// is at the other end (ep/_src/native/sockets.py). What they send is checked: a
+// message of a wrong form counts as the sender's death, a wrong value fails the
+// run, and neither does other harm (../fuzz).
 //
 // Rows are in shared memory (segment.h). The socket reports that a peer closes
 // the socket or dies; WatchEnd reports a death even if a child of the
