@@ -33,7 +33,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 
 #include "ep_ffi/core/status.h"
@@ -133,7 +132,6 @@ struct PrepareArgs {
   const int32_t* place;
   bool index_is_int64;
   int64_t num_tokens;
-  int64_t top_k;
   std::byte* mem;
   int64_t mem_bytes;
   int32_t* group_sizes;        // [L]

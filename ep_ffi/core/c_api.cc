@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/export.h"

@@ -8,7 +8,6 @@
 #define EP_FFI_CORE_EXPORT_H_
 
 #include <cstdint>
-#include <exception>
 #include <string>
 
 #include "ep_ffi/core/status.h"
@@ -27,12 +26,7 @@ inline constexpr int32_t kInterfaceVersion = 7;
 // Runs `body`, which returns a Status. Writes its message and returns its code.
 template <typename Body>
 int32_t Export(char* error, int64_t error_bytes, Body body) {
-  Status status;
-  try {
-    status = body();
-  } catch (const std::exception& e) {
-    status = Status(Code::kInternal, e.what());
-  }
+  const Status status = CatchIn(body);
   const std::string message = Truncated(status.message(), error_bytes - 1);
   error[message.copy(error, message.size())] = 0;
   return static_cast<int32_t>(status.code());

@@ -284,7 +284,6 @@ Status Plan::Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
                   "returned on this rank for this layer; pass that handle "
                   "unchanged");
   }
-  out->rank_ = rank;
   out->send_ = SendRoutes(mem);
   out->recv_ = RecvRoutes(dims, mem);
   out->num_slots_ = header.num_slots;

@@ -115,7 +115,6 @@ class Plan {
   static Status Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
                      int64_t bytes, Plan* out);
 
-  int64_t rank() const { return rank_; }
   const Route* send() const { return send_; }       // [T K]
   const Route* recv() const { return recv_; }       // [C]
   int64_t num_slots() const { return num_slots_; }  // used, with padding
@@ -123,7 +122,6 @@ class Plan {
   uint64_t fingerprint() const { return fingerprint_; }
 
  private:
-  int64_t rank_ = 0;
   const Route* send_ = nullptr;
   const Route* recv_ = nullptr;
   int64_t num_slots_ = 0;

@@ -4,8 +4,7 @@
 //
 // XLA gives an FFI handler attributes and buffers only, so a compiled program
 // names its group by a string, which is the same on every rank. The registry
-// finds the `Group` when XLA instantiates the program. The registry is the
-// library's only global state.
+// finds the `Group` when XLA instantiates the program.
 
 #ifndef EP_FFI_CORE_REGISTRY_H_
 #define EP_FFI_CORE_REGISTRY_H_

@@ -7,6 +7,7 @@
 #define EP_FFI_CORE_STATUS_H_
 
 #include <cstdint>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -43,6 +44,16 @@ class [[nodiscard]] Status {
   Code code_ = Code::kOk;
   std::string message_;
 };
+
+// Runs `body`, which returns a Status. An exception becomes an error.
+template <typename Body>
+Status CatchIn(Body body) {
+  try {
+    return body();
+  } catch (const std::exception& e) {
+    return Status(Code::kInternal, e.what());
+  }
+}
 
 // Returns the status `expr` from the enclosing function if it is an error.
 #define EP_RETURN_IF_ERROR(expr)                    \

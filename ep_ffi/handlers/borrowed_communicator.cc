@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/handlers/borrowed_communicator.h"
 
-#include <string>
-
 #include "ep_ffi/handlers/collectives.h"
 
 namespace ep {

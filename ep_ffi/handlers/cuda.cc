@@ -43,7 +43,7 @@ Status RequestForDomains(const XlaContext& xla,
 
 // Reads the op's attributes about domains, and ignores its other attributes.
 ffi::Error Request(XlaContext xla, ffi::Dictionary attributes) {
-  return ToError(RequestForDomains(xla, attributes));
+  return ToError(CatchIn([&] { return RequestForDomains(xla, attributes); }));
 }
 
 auto BindRequest() { return ffi::Ffi::BindPrepare().Ctx<XlaContext>().Attrs(); }
@@ -70,7 +70,9 @@ Status GiveCommunicator(const XlaContext& xla, int32_t device,
 ffi::Error Connect(XlaContext xla, int32_t device, std::string_view group,
                    ffi::Span<const int64_t> lent_mesh, int64_t lent_axis,
                    ffi::Result<ffi::AnyBuffer>) {
-  return ToError(GiveCommunicator(xla, device, group, lent_mesh, lent_axis));
+  return ToError(CatchIn([&] {
+    return GiveCommunicator(xla, device, group, lent_mesh, lent_axis);
+  }));
 }
 
 auto BindConnect() {

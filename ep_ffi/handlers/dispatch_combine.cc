@@ -155,15 +155,14 @@ ffi::Future DispatchBwd(OpCall context, ffi::Dictionary, Buffer mem,
                         Buffer slots, Buffer slot_weights,
                         ffi::Result<Buffer> tokens, ffi::RemainingRets others) {
   std::optional<Buffer> weights;
-  const bool is_together = tokens->dimensions().size() == 1;
-  if (!is_together && others.size() != 0) weights = **others.get<Buffer>(0);
+  if (others.size() != 0) weights = **others.get<Buffer>(0);
   return Gather(Op::kDispatchBwd, context, mem, slots, &slot_weights, *tokens,
                 weights ? &*weights : nullptr);
 }
 
 ffi::Future Combine(OpCall context, ffi::Dictionary, Buffer mem, Buffer slots,
                     ffi::RemainingArgs optional_weights,
-                    ffi::Result<Buffer> tokens, ffi::RemainingRets) {
+                    ffi::Result<Buffer> tokens) {
   if (optional_weights.size() == 0) {
     return Gather(Op::kCombine, context, mem, slots, nullptr, *tokens, nullptr);
   }
@@ -189,8 +188,7 @@ auto BindCombine() {
       .Arg<Buffer>()
       .Arg<Buffer>()
       .RemainingArgs()
-      .Ret<Buffer>()
-      .RemainingRets();
+      .Ret<Buffer>();
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -48,6 +50,7 @@ struct Xla {
   std::vector<Places> requested;
   int communicator = 0;
   bool fails = false;
+  bool throws = false;  // as if a function that the handler calls threw
 
   Xla() {
     api.base.struct_size = sizeof(api);
@@ -59,9 +62,13 @@ struct Xla {
     api.base.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) {
       delete args->error;
     };
+    api.base.XLA_FFI_Error_Create = [](XLA_FFI_Error_Create_Args* args) {
+      return new XLA_FFI_Error{args->message};
+    };
     api.find = [](FindExtensionArgs* args) -> XLA_FFI_Error* {
       EXPECT_EQ(sizeof(FindExtensionArgs), args->struct_size);
       const Xla* xla = reinterpret_cast<Xla*>(args->context);
+      if (xla->throws) throw std::bad_alloc();
       args->extension = &xla->other;
       while (args->extension && args->extension->type != args->type) {
         args->extension = args->extension->next;
@@ -211,6 +218,11 @@ TEST(RequestTest, RequestsTheCommunicatorsThatTheAttributesDescribe) {
   frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 2, types, name_of, values};
   EXPECT_EQ(nullptr, ep_request(&frame));
   EXPECT_EQ((std::vector<Places>{{0, 1}, {2, 3}}), xla.requested);
+  // XLA would not catch an exception.
+  xla.throws = true;
+  const std::unique_ptr<XLA_FFI_Error> error(ep_request(&frame));
+  ASSERT_NE(nullptr, error);
+  testing::ExpectIn(error->message, {"bad_alloc"});
 }
 
 // ep_prepare asks the closed group for a size, before the group gets the call.

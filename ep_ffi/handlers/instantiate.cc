@@ -25,33 +25,38 @@ ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
     std::string_view program, int64_t position, Layer layer,
     std::string_view layer_name, ffi::Span<const int64_t> lent_mesh,
     int64_t lent_axis) {
-  Binding binding =
-      Registry::Get().Bind(std::string(group), std::string(program), position);
-  if (!binding.group) {
-    return ffi::Unexpected(ToError(Status(
-        Code::kFailedPrecondition,
-        StrCat("layer \"", layer_name, "\" uses the group \"", group,
-               "\", which is not live in this process; call ep_bootstrap "
-               "before the program is compiled, and ep_finalize after it "
-               "has run for the last time"))));
-  }
-  if (binding.config != group_config) {
-    return ffi::Unexpected(ToError(Status(
-        Code::kFailedPrecondition,
-        StrCat("layer \"", layer_name, "\" was compiled for a group \"", group,
-               "\" of ", group_config, ", but the live group of this name is ",
-               "of ", binding.config,
-               "; bootstrap the group as it was for that program, or compile "
-               "the program for this one"))));
-  }
-  Domains domains;
-  const Status decoded = DecodeDomains(lent_mesh, lent_axis, &domains);
-  if (!decoded.ok()) return ffi::Unexpected(ToError(decoded));
-  layer.name = layer_name;
-  auto state = std::make_unique<OpState>(OpState{
-      std::move(binding.group),
-      MakeSite(std::move(layer), std::string(program), position, binding.clone),
-      std::move(domains)});
+  std::unique_ptr<OpState> state;
+  const Status status = CatchIn([&] {
+    Binding binding = Registry::Get().Bind(std::string(group),
+                                           std::string(program), position);
+    if (!binding.group) {
+      return Status(
+          Code::kFailedPrecondition,
+          StrCat("layer \"", layer_name, "\" uses the group \"", group,
+                 "\", which is not live in this process; call ep_bootstrap "
+                 "before the program is compiled, and ep_finalize after it "
+                 "has run for the last time"));
+    }
+    if (binding.config != group_config) {
+      return Status(
+          Code::kFailedPrecondition,
+          StrCat("layer \"", layer_name, "\" was compiled for a group \"",
+                 group, "\" of ", group_config,
+                 ", but the live group of this name is of ", binding.config,
+                 "; bootstrap the group as it was for that program, or compile "
+                 "the program for this one"));
+    }
+    Domains domains;
+    EP_RETURN_IF_ERROR(DecodeDomains(lent_mesh, lent_axis, &domains));
+    layer.name = layer_name;
+    state = std::make_unique<OpState>(
+        OpState{std::move(binding.group),
+                MakeSite(std::move(layer), std::string(program), position,
+                         binding.clone),
+                std::move(domains)});
+    return Status();
+  });
+  if (!status.ok()) return ffi::Unexpected(ToError(status));
   TsanEdge::NewStates().Release();
   return state;
 }

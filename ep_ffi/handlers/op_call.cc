@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/handlers/op_call.h"
 
-#include <exception>
 #include <utility>
 
 #include "ep_ffi/core/plan.h"
@@ -63,18 +62,15 @@ ffi::Future Submit(
                context.stream,
                context.communicator,
                done};
-  Status started;
-  try {
+  const Status started = CatchIn([&] {
     Group* const group = context.state->group->OnDevice(context.device);
-    started = group ? start(*group, std::move(call))
-                    : Status(Code::kFailedPrecondition,
-                             StrCat("device ", context.device,
-                                    " of this process has no rank of the "
-                                    "group; run the program on the mesh that "
-                                    "was given to ep_bootstrap"));
-  } catch (const std::exception& e) {
-    started = Status(Code::kInternal, e.what());
-  }
+    return group ? start(*group, std::move(call))
+                 : Status(Code::kFailedPrecondition,
+                          StrCat("device ", context.device,
+                                 " of this process has no rank of the "
+                                 "group; run the program on the mesh that "
+                                 "was given to ep_bootstrap"));
+  });
   if (!started.ok()) {
     done(Status(started.code(),
                 StrCat(OpName(op, context.state->site.layer.name), ": ",

@@ -19,7 +19,6 @@ Status DecodeChoices(const ffi::AnyBuffer& topk_idx, const Layer& layer,
   out->topk_idx = topk_idx.untyped_data();
   out->index_is_int64 = is_int64;
   out->num_tokens = Dim(topk_idx, 0);
-  out->top_k = layer.top_k;
   return Status();
 }
 

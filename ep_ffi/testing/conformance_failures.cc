@@ -103,7 +103,6 @@ TEST_P(CheckConformance, RanksThatDisagreeFail) {
   const Routed rerouted = PrepareRandom(domain, kDims);
   Disagreement cases[] = {
       {"capacity", Op::kPrepare, [](RankInput* in) { ++in->dims.capacity; }},
-      {"alignment", Op::kPrepare, [](RankInput* in) { ++in->dims.alignment; }},
       {"hidden size", Op::kDispatch,
        [](RankInput* in) {
          in->type.width = 4;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "ep_ffi/core/status.h"
 #include "ep_ffi/testing/formats.h"
 #include "ep_ffi/testing/plans.h"
 

@@ -133,7 +133,6 @@ PrepareArgs Step::ToPrepareArgs(int64_t rank) {
           in.place.empty() ? nullptr : in.place.data(),
           in.index_is_int64,
           in.dims.num_tokens,
-          in.dims.top_k,
           out.mem.data(),
           mem_bytes,
           out.group_sizes.data(),

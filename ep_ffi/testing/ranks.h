@@ -45,7 +45,6 @@ struct Domain {
   void* stream(int64_t rank) const {
     return streams.empty() ? nullptr : streams[rank];
   }
-  int64_t size() const { return groups.size(); }
 };
 
 // Calls `body` for each rank on a separate thread, and waits for all threads.

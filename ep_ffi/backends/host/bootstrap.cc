@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <utility>
 
 #include "ep_ffi/backends/host/group.h"
 #include "ep_ffi/core/export.h"
@@ -47,10 +46,7 @@ namespace {
 
 HostGroup::Options ToOptions(const EpHostGroup& group) {
   HostGroup::Options options;
-  options.name = group.name;
   options.num_experts = group.num_experts;
-  options.timeout_s = group.timeout_s;
-  options.exit_after_s = group.exit_after_s;
   Topology& topology = options.topology;
   topology.process = group.process;
   topology.ep_size = group.ep_size;
@@ -63,9 +59,11 @@ HostGroup::Options ToOptions(const EpHostGroup& group) {
     const EpHostRank& rank = group.ranks[r];
     topology.members.push_back({rank.process, rank.device});
   }
-  options.on_run_failed = [](int64_t run_id, const Status& status) {
-    Registry::Get().FailRun(run_id, status);
-  };
+  options.exchanges = {group.name, group.timeout_s,
+                       [](int64_t run_id, const Status& status) {
+                         Registry::Get().FailRun(run_id, status);
+                       },
+                       group.exit_after_s};
   return options;
 }
 

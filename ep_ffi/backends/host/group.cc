@@ -10,23 +10,19 @@ namespace ep::host {
 
 Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
   // Each tick checks for timeouts, so a timeout error may be `tick_s` late.
-  const double tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
+  const double tick_s = std::clamp(options.exchanges.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;
   EP_RETURN_IF_ERROR(Peers::Create(options.topology, std::move(options.sockets),
                                    tick_s, &peers));
-  auto exchanges =
-      Exchanges::Create({options.name, options.timeout_s, options.on_run_failed,
-                         options.exit_after_s},
-                        std::move(peers));
+  auto exchanges = Exchanges::Create(options.exchanges, std::move(peers));
   out->reset(new HostGroup(std::move(options), std::move(exchanges)));
   return Status();
 }
 
 HostGroup::HostGroup(Options options, std::shared_ptr<Exchanges> exchanges)
-    : name_(std::move(options.name)),
-      num_experts_(options.num_experts),
+    : num_experts_(options.num_experts),
       topology_(std::move(options.topology)),
-      on_run_failed_(std::move(options.on_run_failed)),
+      options_(std::move(options.exchanges)),
       process_(getpid()),
       exchanges_(std::move(exchanges)) {}
 
@@ -70,10 +66,10 @@ PlanDims HostGroup::Dims(const Layer& layer, int64_t num_tokens) const {
 }
 
 Status HostGroup::Locate(bool is_open, Job* job) const {
-  if (!is_open && !IsForked()) return Closed(name_);
+  if (!is_open && !IsForked()) return Closed(options_.group_name);
   if (!is_open) {
     return Status(Code::kFailedPrecondition,
-                  StrCat("the group \"", name_,
+                  StrCat("the group \"", options_.group_name,
                          "\" belongs to the process with the id ", process_,
                          ", of which this one is a forked child; run ops in "
                          "that process"));
@@ -100,7 +96,9 @@ void HostGroup::Post(std::shared_ptr<Job> job) {
   status = Status(status.code(),
                   StrCat(OpName(job->call.op, job->call.site->layer.name), ": ",
                          status.message()));
-  if (on_run_failed_ && !IsForked()) on_run_failed_(job->call.run_id, status);
+  if (options_.on_run_failed && !IsForked()) {
+    options_.on_run_failed(job->call.run_id, status);
+  }
   job->call.done(status);
 }
 

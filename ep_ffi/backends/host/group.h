@@ -13,10 +13,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
-#include <functional>
-#include <limits>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "ep_ffi/backends/host/engine/exchanges.h"
@@ -35,15 +32,10 @@ namespace ep::host {
 class HostGroup : public Group {
  public:
   struct Options {
-    std::string name;
     int64_t num_experts;
     Topology topology;
-    double timeout_s;         // for ranks that wait for peers
     std::vector<Fd> sockets;  // see Peers::Create
-    // Called once for each run that fails in this group.
-    std::function<void(int64_t run_id, const Status&)> on_run_failed;
-    // See Exchanges::OnTick.
-    double exit_after_s = std::numeric_limits<double>::infinity();
+    Exchanges::Options exchanges;
   };
 
   // Creates a group.
@@ -79,10 +71,9 @@ class HostGroup : public Group {
   // all ranks.
   void Post(std::shared_ptr<Job> job);
 
-  const std::string name_;
   const int64_t num_experts_;
   const Topology topology_;
-  const std::function<void(int64_t run_id, const Status&)> on_run_failed_;
+  const Exchanges::Options options_;
   const pid_t process_;  // the process that created the group
 
   mutable Mutex mutex_;

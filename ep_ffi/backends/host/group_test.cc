@@ -78,10 +78,11 @@ TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
 // A program fails in another group, while this group is idle.
 TEST(HostGroupTest, AFailureInAnotherGroupDoesNotEndTheProcess) {
   HostGroup::Options options = {};
-  options.timeout_s = 0.2;  // so that the group checks for timeouts often
-  options.exit_after_s = 0.01;
+  // With a low timeout_s, the group checks for timeouts often.
+  options.exchanges = {"group", /*timeout_s=*/0.2, nullptr,
+                       /*exit_after_s=*/0.01};
   options.topology = TopologyOf(0, 1);
-  options.topology.members = {{/*process=*/0, /*device=*/0}, {0, 1}};
+  options.topology.members.push_back({/*process=*/0, /*device=*/1});
   std::shared_ptr<Group> group;
   testing::ExpectOk(HostGroup::Create(std::move(options), &group));
   group->FailRun(/*run_id=*/1, Status(Code::kInternal, "elsewhere"));

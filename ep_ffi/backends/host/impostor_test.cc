@@ -12,7 +12,6 @@
 
 #include <cstring>
 #include <thread>
-#include <utility>
 
 #include "ep_ffi/backends/host/testing/groups.h"
 #include "ep_ffi/backends/host/transport/messages.h"

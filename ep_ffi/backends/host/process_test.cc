@@ -45,15 +45,10 @@ testing::Domain Join(int32_t rank, std::vector<Fd> sockets) {
   testing::Domain domain;
   domain.groups.resize(kNumRanks);
   HostGroup::Options options = {};
-  options.name = "group";
   options.num_experts = kDims.num_experts;
-  options.timeout_s = kTimeoutS;
+  options.exchanges = {"group", kTimeoutS, nullptr};
   options.topology = TopologyOf(rank, kNumRanks);
-  options.topology.ep_size = kNumRanks;
-  for (int32_t r = 0; r < kNumRanks; ++r) {
-    options.topology.members.push_back({/*process=*/r, /*device=*/r});
-    domain.devices.push_back(r);
-  }
+  for (int32_t r = 0; r < kNumRanks; ++r) domain.devices.push_back(r);
   options.sockets = std::move(sockets);
   testing::ExpectOk(
       HostGroup::Create(std::move(options), &domain.groups[rank]));

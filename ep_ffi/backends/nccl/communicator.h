@@ -6,7 +6,6 @@
 #include <nccl.h>
 #include <nccl_ep.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>

@@ -9,6 +9,7 @@
 #include <functional>
 #include <future>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "ep_ffi/core/status.h"
@@ -29,7 +30,13 @@ inline Status RunWithin(
     const std::function<uint64_t()>& count_progress = [] { return 0; }) {
   std::packaged_task<Status()> task(std::move(call));
   std::future<Status> result = task.get_future();
-  std::thread(std::move(task)).detach();
+  try {
+    std::thread(std::move(task)).detach();
+  } catch (const std::system_error& e) {
+    return Status(Code::kResourceExhausted,
+                  StrCat(what, " needs a new thread: ", e.what(),
+                         "; raise the limit of threads (ulimit -u)"));
+  }
   const std::chrono::duration<double> wait(std::min(seconds, kLongestWaitS));
   uint64_t progress;
   do {

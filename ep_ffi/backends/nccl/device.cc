@@ -98,11 +98,6 @@ Status Device::LaunchThreads(Kernel kernel, int64_t count, CUstream stream,
   return Launch(kernel, (count + kBlock - 1) / kBlock, stream, parameters);
 }
 
-Status Device::LaunchWarps(Kernel kernel, int64_t count, CUstream stream,
-                           Routing* routing) const {
-  return LaunchThreads(kernel, count * kWarp, stream, routing);
-}
-
 Status Device::LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
                             Routing* routing, Moved* moved) const {
   void* parameters[] = {routing, moved};

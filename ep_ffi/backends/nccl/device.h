@@ -5,7 +5,6 @@
 
 #include <cuda.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -67,12 +66,10 @@ class Device {
     kReportNotFinite,
     kNumKernels,
   };
-  // Launch a thread, a warp or a block for each of `count` items. Launch
-  // nothing if there are no items.
+  // Launch a thread or a block for each of `count` items. Launch nothing if
+  // there are no items.
   Status LaunchThreads(Kernel kernel, int64_t count, CUstream stream,
                        Routing* routing) const;
-  Status LaunchWarps(Kernel kernel, int64_t count, CUstream stream,
-                     Routing* routing) const;
   Status LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
                       Routing* routing, Moved* moved = nullptr) const;
 

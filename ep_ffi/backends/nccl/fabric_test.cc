@@ -108,25 +108,20 @@ TEST_F(FabricTest, WhatIsMissingIsNamed) {
   }
 }
 
-TEST_F(FabricTest, EveryRankRefusesAMachineWithoutGin) {
+TEST_F(FabricTest, EveryRankRefusesNvlinkDomainsThatItCannotConnect) {
   fake::TheMachine().nvlink_ranks = 2;
-  fake::TheMachine().gin = false;
-  std::vector<std::shared_ptr<NcclGroup>> groups;
-  const std::vector<Status> statuses =
-      Connect(SizesFor(kDims), /*timeout_s=*/60, /*first_device=*/0, &groups);
-  ASSERT_EQ(kDims.ep_size, static_cast<int64_t>(statuses.size()));
-  for (const Status& status : statuses) {
-    ExpectWords({"NVLink connects only 2 of the 4 ranks", "GIN"}, status);
-  }
-}
-
-TEST_F(FabricTest, EveryRankRefusesTwoNvlinkDomainsInAHost) {
-  fake::TheMachine().nvlink_ranks = 2;
-  fake::TheMachine().num_hosts = 1;
-  std::vector<std::shared_ptr<NcclGroup>> groups;
-  for (const Status& status : Connect(SizesFor(kDims), /*timeout_s=*/60,
-                                      /*first_device=*/0, &groups)) {
-    ExpectWords({"one host name"}, status);
+  for (bool has_gin : {false, true}) {
+    fake::TheMachine().gin = has_gin;
+    fake::TheMachine().num_hosts = has_gin ? 1 : 2;
+    std::vector<std::shared_ptr<NcclGroup>> groups;
+    const std::vector<Status> statuses =
+        Connect(SizesFor(kDims), /*timeout_s=*/60, /*first_device=*/0, &groups);
+    ASSERT_EQ(kDims.ep_size, static_cast<int64_t>(statuses.size()));
+    for (const Status& status : statuses) {
+      ExpectWords({"NVLink connects only 2 of the 4 ranks",
+                   has_gin ? "one host name" : "GIN"},
+                  status);
+    }
   }
 }
 

@@ -73,14 +73,6 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device)
       reports_(device_, options.sizes, options.domain),
       failed_(Code::kFailedPrecondition, "the group is not connected yet") {}
 
-Status NcclGroup::ConnectById(const std::string& unique_id) {
-  return Join(unique_id, /*lent=*/nullptr);
-}
-
-Status NcclGroup::Borrow(void* communicator) {
-  return Join(/*unique_id=*/"", static_cast<ncclComm_t>(communicator));
-}
-
 Status NcclGroup::Join(const std::string& unique_id, ncclComm_t lent) {
   MutexLock lock(mutex_);
   if (communicator_) {

@@ -75,7 +75,7 @@ class NcclGroup : public Group {
     std::string nccl_ep_path;
   };
 
-  // Creates the group, which runs ops after Connect or Borrow, and Open.
+  // Creates the group, which runs ops after Join and Open.
   static Status Create(const Options& options, std::shared_ptr<NcclGroup>* out);
   ~NcclGroup() override { (void)Close(); }
 
@@ -84,11 +84,10 @@ class NcclGroup : public Group {
   Status MemBytes(const Layer& layer, int64_t num_tokens,
                   int64_t* out) const override;
 
-  // Connect the rank over a new communicator, from the result of NewUniqueId on
-  // one rank of the domain, or over XLA's communicator. Collective over the
-  // domain.
-  Status ConnectById(const std::string& unique_id);
-  Status Borrow(void* communicator);
+  // Connects the rank over XLA's communicator `lent`. If `lent` is null,
+  // connects the rank over a new communicator from `unique_id`, the result of
+  // NewUniqueId on one rank of the domain. Collective over the domain.
+  Status Join(const std::string& unique_id, ncclComm_t lent);
   // Returns an error if NCCL EP does not support the machine of this rank. The
   // ranks of the domain have `num_hosts` different host names.
   Status CheckMachine(int64_t num_hosts);
@@ -110,9 +109,6 @@ class NcclGroup : public Group {
 
  private:
   NcclGroup(const Options& options, std::shared_ptr<Device> device);
-
-  // Connects over `lent`, or over a new communicator if `lent` is null.
-  Status Join(const std::string& unique_id, ncclComm_t lent);
 
   // Under the lock, runs `enqueue` unless the group failed. Completes the call.
   void Submit(const Call& call, const std::function<Status()>& enqueue)

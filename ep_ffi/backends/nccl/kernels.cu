@@ -88,14 +88,6 @@ __device__ void CountOp(uint64_t number, uint64_t* count) {
   *static_cast<volatile uint64_t*>(count) = number;
 }
 
-__device__ void BeginOp(const Routing& r) {
-  CountOp(r.number, &r.progress->begun);
-}
-
-__device__ void EndOp(const Routing& r) {
-  CountOp(r.number, &r.progress->ended);
-}
-
 // Writes a report if the host has taken the previous report.
 __device__ void WriteFirstReport(Report* report, const Outcome& outcome) {
   if (*static_cast<volatile uint64_t*>(&report->ticket) == 0) {
@@ -155,7 +147,7 @@ __device__ void WriteOutcome(const Routing& r, const Outcome& outcome) {
   const bool failed = outcome.fault != Fault::kNone;
   *r.total_recv_tokens = failed ? -1 : r.needs[r.rank];
   *r.max_recv_tokens = failed ? -1 : largest;
-  EndOp(r);
+  CountOp(r.number, &r.progress->ended);
   WriteReport(r.report, outcome, r.ticket);
 }
 
@@ -223,7 +215,7 @@ extern "C" __global__ void EpSumChoices(Routing r) {
     return FirstWrong(r, chunk) < r.num_choices;
   });
   if (Lane() != 0) return;
-  BeginOp(r);
+  CountOp(r.number, &r.progress->begun);
   Outcome found = {};
   if (r.place && r.place[0] != r.index) {
     found = {Fault::kOtherPlace, 0, 0, 0, r.place[0]};
@@ -283,7 +275,7 @@ extern "C" __global__ void EpWriteRouting(Routing r) {
 // out of bounds. If the handle was a routing for another op, that op will
 // report a foreign handle. Runs any number of threads.
 extern "C" __global__ void EpClearForeign(Routing r) {
-  if (ThreadIndex() == 0) BeginOp(r);
+  if (ThreadIndex() == 0) CountOp(r.number, &r.progress->begun);
   if (CheckHandle(r).fault != Fault::kForeignHandle) return;
   const int32_t stride = gridDim.x * blockDim.x;
   for (int64_t i = ThreadIndex(); i < r.num_nccl_ep_words; i += stride) {
@@ -296,7 +288,7 @@ extern "C" __global__ void EpClearForeign(Routing r) {
 // the routing has a fault, writes NaN to all rows. Runs any number of blocks.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
   if (ThreadIndex() == 0) {
-    EndOp(r);
+    CountOp(r.number, &r.progress->ended);
     if (m.exponent) r.header->not_finite = 0;
   }
   const Outcome outcome = CheckHandle(r);

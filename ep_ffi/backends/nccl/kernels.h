@@ -71,7 +71,7 @@ constexpr uint64_t kMagic = 0x316e6c63636e7065;  // "epnccln1"
 constexpr int32_t kHeaderBytes = 64;
 static_assert(sizeof(Header) <= kHeaderBytes, "");
 
-// The words that a rank sends to all ranks after its [E] counts of choices.
+// The words that a rank sends to all ranks after its [V] counts of choices.
 enum Word : int32_t {
   kWordFault,
   kWordChoice,

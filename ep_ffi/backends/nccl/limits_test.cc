@@ -205,7 +205,8 @@ TEST_F(LentTest, ACommunicatorWithRanksInAnotherOrderIsRefused) {
 
 TEST_F(LentTest, AGroupConnectsOnce) {
   for (const Status& status : Borrow(/*shift=*/0)) ExpectOk(status);
-  ExpectWords({"a communicator already"}, groups_[0]->Borrow(lent_[0]->comm()));
+  ExpectWords({"a communicator already"},
+              groups_[0]->Join("", lent_[0]->comm()));
 }
 
 // XLA keeps its communicator while groups replace one another.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/nccl/ranks.h"
 
-#include <thread>
+#include <functional>
+#include <future>
 
 namespace ep::nccl {
 
@@ -15,16 +16,13 @@ NcclGroup* NcclRanks::OnDevice(int32_t device) {
 
 Status NcclRanks::Connect(int32_t device, void* communicator) {
   NcclGroup* const rank = OnDevice(device);
-  if (rank) return rank->Borrow(communicator);
+  if (rank) return rank->Join("", static_cast<ncclComm_t>(communicator));
   return Status(Code::kFailedPrecondition,
                 StrCat("GPU ", device, " of this process has no rank"));
 }
 
 Status NcclRanks::CheckMachine(int64_t num_hosts) {
-  for (const Rank& rank : ranks_) {
-    EP_RETURN_IF_ERROR(rank.group->CheckMachine(num_hosts));
-  }
-  return Status();
+  return ForEach([&](NcclGroup& rank) { return rank.CheckMachine(num_hosts); });
 }
 
 Status NcclRanks::Open() {
@@ -40,14 +38,17 @@ Status NcclRanks::Close() {
 }
 
 Status NcclRanks::ForEach(const std::function<Status(NcclGroup&)>& call) const {
-  std::vector<Status> statuses(ranks_.size());
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < ranks_.size(); ++i) {
-    threads.emplace_back([&, i] { statuses[i] = call(*ranks_[i].group); });
+  // Where no thread can start, the call runs in `get`.
+  std::vector<std::future<Status>> results;
+  for (const Rank& rank : ranks_) {
+    results.push_back(std::async(call, std::ref(*rank.group)));
   }
-  for (std::thread& thread : threads) thread.join();
-  for (const Status& status : statuses) EP_RETURN_IF_ERROR(status);
-  return Status();
+  Status first;
+  for (std::future<Status>& result : results) {
+    const Status status = result.get();
+    if (first.ok()) first = status;
+  }
+  return first;
 }
 
 }  // namespace ep::nccl

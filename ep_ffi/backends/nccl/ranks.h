@@ -44,7 +44,7 @@ class NcclRanks : public Group {
 
   // See NcclGroup. ConnectById is for a process with one rank.
   Status ConnectById(const std::string& unique_id) {
-    return first().ConnectById(unique_id);
+    return first().Join(unique_id, /*lent=*/nullptr);
   }
   Status Connect(int32_t device, void* communicator) override;
   Status CheckMachine(int64_t num_hosts);
@@ -68,8 +68,8 @@ class NcclRanks : public Group {
 
  private:
   NcclGroup& first() const { return *ranks_.front().group; }
-  // Calls `call` on all ranks in parallel, because it is collective. Returns
-  // the first error.
+  // Calls `call` on all ranks in parallel, because it may be collective.
+  // Returns the first error.
   Status ForEach(const std::function<Status(NcclGroup&)>& call) const;
   const std::vector<Rank> ranks_;
 };

@@ -93,12 +93,12 @@ Status EnqueueRouting(const Device& device, const Communicator& communicator,
                       CUstream stream, Routing r) {
   EP_RETURN_IF_ERROR(
       device.LaunchBlocks(Device::kCountChoices, r.num_chunks, stream, &r));
-  EP_RETURN_IF_ERROR(
-      device.LaunchWarps(Device::kSumChoices, r.num_expert_slots, stream, &r));
+  EP_RETURN_IF_ERROR(device.LaunchThreads(
+      Device::kSumChoices, int64_t{kWarp} * r.num_expert_slots, stream, &r));
   EP_RETURN_IF_ERROR(
       communicator.AllGather(r.sent, r.received, NumSent(r), stream));
-  EP_RETURN_IF_ERROR(
-      device.LaunchWarps(Device::kPlaceSlabs, r.ep_size, stream, &r));
+  EP_RETURN_IF_ERROR(device.LaunchThreads(
+      Device::kPlaceSlabs, int64_t{kWarp} * r.ep_size, stream, &r));
   return device.LaunchThreads(Device::kWriteRouting,
                               std::max(r.num_choices, r.num_local), stream, &r);
 }

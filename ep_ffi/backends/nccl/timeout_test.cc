@@ -4,6 +4,7 @@
 // waiting, and the watchdog names the op.
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -11,6 +12,7 @@
 #include <cstdlib>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/ranks.h"
 #include "ep_ffi/backends/nccl/reports.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
 #include "ep_ffi/backends/nccl/watchdog.h"
@@ -331,6 +333,29 @@ TEST_F(TimeoutTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
   }
 }
 
+// Lets no thread start while the object lives, because no stack fits.
+class NoThreads {
+ public:
+  NoThreads() {
+    pthread_getattr_default_np(&before_);
+    pthread_attr_t huge = before_;
+    EXPECT_EQ(0, pthread_attr_setstacksize(&huge, size_t{1} << 60));
+    EXPECT_EQ(0, pthread_setattr_default_np(&huge));
+  }
+  ~NoThreads() { pthread_setattr_default_np(&before_); }
+
+ private:
+  pthread_attr_t before_;
+};
+
+TEST(GiveUpTest, AProcessWithoutThreadsFails) {
+  AllowLeaks();
+  const auto groups = ConnectAll(/*timeout_s=*/10);
+  NcclRanks ranks({{0, groups[0]}, {1, groups[1]}});
+  const NoThreads no_threads;
+  ExpectWords({"needs a new thread", "ulimit -u"}, ranks.Check());
+}
+
 TEST(ConnectTimeoutTest, AnAbsentRankFailsTheOthersInTime) {
   AllowLeaks();
   fake::TheMachine().timeout_s = 1;  // ends the thread that is left behind
@@ -342,7 +367,7 @@ TEST(ConnectTimeoutTest, AnAbsentRankFailsTheOthersInTime) {
   ExpectOk(NewUniqueId("", "", &id));
   std::shared_ptr<NcclGroup> group;
   ExpectOk(NcclGroup::Create(options, &group));
-  const Status status = group->ConnectById(id);
+  const Status status = group->Join(id, /*lent=*/nullptr);
   EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
   Sleep(1.5);
   EXPECT_EQ(1u, fake::TakeViolations().size());

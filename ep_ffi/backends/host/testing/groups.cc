@@ -22,6 +22,7 @@ Topology MakeTopology(const WorldOptions& options, int32_t num_processes,
                       const std::function<int32_t(int32_t rank)>& process_of) {
   Topology topology = TopologyOf(/*process=*/0, num_processes);
   topology.ep_size = options.dims.ep_size;
+  topology.members.clear();
   for (int32_t i = 0; i < options.num_domains * options.dims.ep_size; ++i) {
     topology.members.push_back({process_of(i), /*device=*/100 + i});
   }
@@ -32,9 +33,8 @@ Topology MakeTopology(const WorldOptions& options, int32_t num_processes,
 std::shared_ptr<Group> Create(const WorldOptions& options, Topology topology,
                               std::vector<Fd> sockets) {
   HostGroup::Options mine = {};
-  mine.name = "group";
   mine.num_experts = options.dims.num_experts;
-  mine.timeout_s = options.timeout_s;
+  mine.exchanges = {"group", options.timeout_s, nullptr};
   mine.topology = std::move(topology);
   mine.sockets = std::move(sockets);
   std::shared_ptr<Group> group;

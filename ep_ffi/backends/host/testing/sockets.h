@@ -40,11 +40,13 @@ class Sockets {
   std::vector<std::vector<Fd>> sockets_;
 };
 
-// Returns a topology without ranks. Process numbers and ids are equal.
+// Returns an EP domain with a rank, of the same number and device, in each
+// process. Process numbers and ids are equal.
 inline Topology TopologyOf(int32_t process, int32_t num_processes) {
-  Topology topology = {process, /*ep_size=*/1, {}, /*members=*/{}};
+  Topology topology = {process, /*ep_size=*/num_processes, {}, {}};
   for (int32_t p = 0; p < num_processes; ++p) {
     topology.processes.push_back({p, /*pid=*/0});
+    topology.members.push_back({/*process=*/p, /*device=*/p});
   }
   return topology;
 }

@@ -6,8 +6,8 @@
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_FD_H_
 
 #include <errno.h>
-#include <poll.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -39,30 +39,18 @@ class Fd {
   int fd_;
 };
 
-// Watches a process, which may have ended already. Before Linux 5.3, which
-// added process descriptors, HasEnded always returns false.
-class ProcessWatch {
- public:
-  // Watches the process `pid`, or no process if `pid` is 0.
-  explicit ProcessWatch(int32_t pid) {
-    if (pid == 0) return;
+// Returns a descriptor that is readable after the process `pid` has ended, or
+// none: if `pid` is 0, and before Linux 5.3, which added process descriptors.
+// The process may have ended already.
+inline Fd WatchEnd(int32_t pid) {
+  if (pid == 0) return Fd();
+  int end = -1;
 #ifdef SYS_pidfd_open  // Linux 5.3
-    end_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-    had_ended_ = end_.get() < 0 && errno == ESRCH;
+  end = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (end < 0 && errno == ESRCH) end = eventfd(/*initval=*/1, EFD_CLOEXEC);
 #endif
-  }
-
-  // Returns a descriptor that is readable after the process has ended, or -1.
-  int fd() const { return end_.get(); }
-  bool HasEnded() const {
-    pollfd p = {end_.get(), POLLIN, 0};
-    return had_ended_ || poll(&p, 1, 0) > 0;
-  }
-
- private:
-  Fd end_;
-  bool had_ended_ = false;  // before the watch began
-};
+  return Fd(end);
+}
 
 // Sends a message with copies of descriptors. Returns false if the call fails,
 // with the reason in `errno`.

@@ -35,17 +35,13 @@ TEST(MessagesTest, DecodesEncodedMessages) {
   EXPECT_EQ("why", text);
 }
 
-TEST(MessagesTest, CutsALongText) {
-  const std::string bytes = Encode(Failure(), std::string(100000, 'x'));
-  EXPECT_EQ(kMaxMessage, bytes.size());
-  EXPECT_TRUE(Decodes(bytes));
-}
-
 // Python could not raise an error with a part of a character.
-TEST(MessagesTest, CutsATextBetweenCharacters) {
+TEST(MessagesTest, CutsALongTextBetweenCharacters) {
   std::string text = "x";
   while (text.size() < kMaxText) text += "\u00e9";
-  EXPECT_EQ(kMaxMessage - 1, Encode(Failure(), text).size());
+  const std::string bytes = Encode(Failure(), text);
+  EXPECT_EQ(kMaxMessage - 1, bytes.size());
+  EXPECT_TRUE(Decodes(bytes));
 }
 
 TEST(MessagesTest, SplitsJoinedNames) {

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <utility>
 
 #include "ep_ffi/core/clock.h"
@@ -19,7 +20,7 @@ namespace ep::host {
 namespace {
 
 // Event sources of the progress thread: a process number (its socket), a number
-// with kProcessEnd (the process has ended), and kStop (from the destructor).
+// with kProcessEnd (the process has ended), and kStop (from Stop).
 constexpr uint64_t kProcessEnd = uint64_t{1} << 32;
 constexpr uint64_t kStop = ~uint64_t{0};
 
@@ -85,8 +86,8 @@ Peers::Peers(Topology topology, double tick_s)
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   for (int32_t p = 0; p < topology_.num_processes(); ++p) {
-    watches_.emplace_back(p == topology_.process ? 0
-                                                 : topology_.processes[p].pid);
+    const int32_t pid = topology_.processes[p].pid;
+    ends_.push_back(WatchEnd(p == topology_.process ? 0 : pid));
   }
 }
 
@@ -103,7 +104,7 @@ Status Peers::Create(Topology topology, std::vector<Fd> sockets, double tick_s,
     if (socket.get() < 0) continue;
     link = std::make_unique<Link>(process, std::move(socket));
     Watch(peers->epoll_, EPOLL_CTL_ADD, link->socket.get(), EPOLLIN, process);
-    Watch(peers->epoll_, EPOLL_CTL_ADD, peers->watches_[process].fd(), EPOLLIN,
+    Watch(peers->epoll_, EPOLL_CTL_ADD, peers->ends_[process].get(), EPOLLIN,
           process | kProcessEnd);
   }
   *out = std::move(peers);
@@ -297,7 +298,12 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
 void Peers::Drop(Link& link, bool is_orderly, const std::string& its_reason) {
   if (std::exchange(link.has_left, true)) return;
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.socket.get(), nullptr);
-  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, watches_[link.process].fd(), nullptr);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, ends_[link.process].get(), nullptr);
+  shutdown(link.socket.get(), SHUT_WR);  // TrySend then drops all messages
+  {
+    MutexLock lock(link.mutex);
+    link.queue.clear();
+  }
   callbacks_.on_leave(link.process, is_orderly, its_reason);
 }
 

@@ -5,11 +5,12 @@
 // Each pair of processes has one Unix socket (SOCK_SEQPACKET: whole messages,
 // in order), which carries messages (messages.h) and descriptors of segments.
 // Python connects the sockets, and knows from the kernel which user and process
-// is at the other end (ep/_src/native/sockets.py). What they send is checked:
-// a bad byte fails the run and does no other harm (../fuzz).
+// is at the other end (ep/_src/native/sockets.py). What they send is checked: a
+// message of a wrong form counts as the sender's death, a wrong value fails the
+// run, and neither does other harm (../fuzz).
 //
 // Rows are in shared memory (segment.h). The socket reports that a peer closes
-// the socket or dies; ProcessWatch reports a death even if a child of the
+// the socket or dies; WatchEnd reports a death even if a child of the
 // peer's process holds the socket open.
 //
 // One progress thread per group receives messages. The thread waits only for
@@ -22,7 +23,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -100,7 +100,7 @@ class Peers {
   Callbacks callbacks_;
   SegmentPool segments_;
   std::vector<std::unique_ptr<Link>> links_;  // by process; null for this one
-  std::vector<ProcessWatch> watches_;         // by process
+  std::vector<Fd> ends_;                      // by process; see WatchEnd
   const Fd epoll_;
   const Fd stop_;  // an eventfd that stops the progress thread
   std::thread progress_;

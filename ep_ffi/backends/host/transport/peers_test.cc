@@ -170,27 +170,49 @@ TEST(PeersTest, UnreadMessagesDoNotHideAnOrderlyClose) {
   log.Expect({"post 2 of op from 1: last words", "1 closed"});
 }
 
-TEST(PeersTest, ReportsADeathThoughAChildHoldsTheSocketOpen) {
-  Sockets sockets(2);
-  int until[2];  // the grandchild ends with this test
-  ASSERT_EQ(0, pipe(until));
-  const pid_t child = fork();
-  if (child == 0) {
-    if (fork() != 0) raise(SIGKILL);
-    close(until[1]);
-    char nothing;
-    (void)!read(until[0], &nothing, 1);
-    _exit(0);
-  }
+// A peer that closes its group, but does not read our messages.
+TEST(PeersTest, KeepsNoMessagesForAPeerThatHasLeft) {
   Log log;
-  Topology topology = TopologyOf(0, 2);
-  topology.processes[1].pid = child;
-  const auto peers = Create(topology, sockets.Take(0));
-  peers->Start(log.Callbacks());
-  log.Expect({"1 died"});
-  close(until[1]);
-  close(until[0]);
-  EXPECT_EQ(child, waitpid(child, nullptr, 0));
+  auto peers = CreateAll(2);
+  for (int i = 0; i < 5000; ++i) {  // more than fit into a socket
+    peers[0]->SendFail({0, i, 0},
+                       Status(Code::kInternal, std::string(500, 'x')));
+  }
+  peers[1]->SendBye("");
+  peers[0]->Start(log.Callbacks());
+  log.Expect({"1 closed"});
+  const int next = dup(STDERR_FILENO);
+  close(next);
+  Segment* segment;
+  ExpectOk(peers[0]->Acquire(10, {1}, &segment));
+  EXPECT_EQ(next, dup(STDERR_FILENO));  // no message holds the descriptor
+  close(next);
+}
+
+TEST(PeersTest, ReportsADeathThoughAChildHoldsTheSocketOpen) {
+  for (bool is_reaped : {false, true}) {  // before the peers are created
+    Sockets sockets(2);
+    int until[2];  // the grandchild ends with this test
+    ASSERT_EQ(0, pipe(until));
+    const pid_t child = fork();
+    if (child == 0) {
+      if (fork() != 0) raise(SIGKILL);
+      close(until[1]);
+      char nothing;
+      (void)!read(until[0], &nothing, 1);
+      _exit(0);
+    }
+    if (is_reaped) waitpid(child, nullptr, 0);
+    Log log;
+    Topology topology = TopologyOf(0, 2);
+    topology.processes[1].pid = child;
+    const auto peers = Create(topology, sockets.Take(0));
+    peers->Start(log.Callbacks());
+    log.Expect({"1 died"});
+    close(until[1]);
+    close(until[0]);
+    waitpid(child, nullptr, 0);
+  }
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 #include <cuda.h>
 #include <nccl.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -34,11 +33,6 @@ class Clique {
   struct Exchanged {
     uint64_t number = 0;  // unique among the exchanges of all cliques
     std::vector<const void*> contributions;  // one per rank
-
-    template <typename T>
-    const T& From(int rank) const {
-      return *static_cast<const T*>(contributions[rank]);
-    }
   };
 
   // Waits until all ranks have joined their next exchange. Contributions stay

@@ -182,8 +182,7 @@ std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
       (*lent)[rank] = std::make_shared<Lent>(
           mine.device, sizes.ep_size, (rank + shift) % sizes.ep_size, id);
     }
-    statuses[rank] =
-        lent ? group->Borrow((*lent)[rank]->comm()) : group->ConnectById(id);
+    statuses[rank] = group->Join(id, lent ? (*lent)[rank]->comm() : nullptr);
     if (!statuses[rank].ok()) return;
     statuses[rank] = group->CheckMachine(fake::TheMachine().num_hosts);
   });
