@@ -113,6 +113,7 @@ def test_the_store_keeps_the_last_meeting_alone():
       bootstrap(mesh, max_tokens_per_rank=either(3, 2))
   ep.ep_finalize(bootstrap(mesh))
   keys = compat.distributed_client().key_value_dir_get("ep/join/")
+  multihost_utils.sync_global_devices("before the meeting of the next test")
   folders = {key.rpartition("/digest/")[0] for key, _ in keys}
   assert jax.process_index() > 0 or len(folders - {""}) == 1, folders
 
