@@ -172,6 +172,7 @@ TABLE = {
     [
       (dict(layer=group()), F, "layer is a EpGroup.*EpLayerConfig.group"),
       (dict(layer=layer(overflow="chunk", capacity_factor=1.0)), V, "ep.MoE"),
+      (dict(topk_idx=None), F, "moe_3.*topk_idx = None .*an array is expected"),
       (dict(topk_idx=ids(N)), V, r"moe_3.*topk_idx.*\(20,\).*top_k\] = .*3"),
       (dict(topk_idx=WEIGHTS), F, "topk_idx is float32.*int32"),
       (dict(topk_idx=ids(4, 2, 3, K)), V, "6 tokens.*max_tokens_per_rank = 5"),
@@ -188,6 +189,8 @@ TABLE = {
     dict(handle=handle(), tokens=zeros(N, H), topk_weights=WEIGHTS),
     [
       (dict(handle=group()), F, "handle is a EpGroup.*ep_prepare returned"),
+      (dict(tokens=None), F, "moe_3.*tokens = None .*an array is expected"),
+      (dict(topk_weights=None), F, "topk_weights = None .*an array"),
       (dict(tokens=zeros(N, H + 1)), V, "moe_3.*tokens.*8.*hidden_dim = 7"),
       (dict(tokens=zeros(N, 0)), V, r"tokens.*\(20, 0\).*least one element"),
       (dict(tokens=zeros(N - 4, H)), V, r"tokens.*\(16, 7\).*5"),
@@ -205,6 +208,7 @@ TABLE = {
     dict(handle=handle(), expert_out=ROWS),
     [
       (dict(handle=[1]), F, "handle is a list.*ep_prepare returned"),
+      (dict(expert_out=None), F, "expert_out = None .*an array is expected"),
       (dict(expert_out=zeros(4, C - 1, H)), V, r"expert_out.*\(4, 39, 7\).*40"),
       (dict(expert_out=zeros(4, C, H + 1)), V, "expert_out.*8.*hidden_dim = 7"),
       (dict(expert_out=ids(4, C, H)), F, "expert_out is int32.*float32"),
@@ -223,6 +227,8 @@ TABLE = {
     ),
     [
       (dict(layer=group()), F, "layer is a EpGroup.*EpLayerConfig.group"),
+      (dict(tokens=None), F, "moe_3.*tokens = None .*an array is expected"),
+      (dict(topk_weights=None), F, "topk_weights = None .*an array"),
       (dict(tokens=zeros(6, H)), V, r"moe_3.*\(6, 7\), \(20, 3\).*route these"),
       (dict(tokens=zeros(N, H, dtype=np.float16)), F, "float32.*float16"),
       (dict(topk_idx=ids(8, K)), V, r"topk_idx.*\(8, 3\)"),
@@ -333,13 +339,18 @@ TABLE = {
   "MoE.__call__": lambda: (
     {},
     [
+      (
+        dict(x=ids(N, H), config=dict(dtype=jnp.float32)),
+        F,
+        "moe_3.*x is int32, but floats",
+      ),
       (dict(x=zeros(N, H + 1)), V, r"moe_3.*x has shape \(20, 8\)"),
       (
         dict(x=zeros(N, H, dtype=jnp.bfloat16)),
         F,
-        "is f.*, but x is bf.*dtype",
+        "is f.*, but x is bf.*dtype=jnp.float32",
       ),
-      (dict(params=narrow_experts()), F, "is bf.*, but x is f.*dtype=jnp"),
+      (dict(params=narrow_experts()), F, "is bf.*, but x is f.*e=jnp.float32"),
       (
         dict(
           x=zeros(N, H, dtype=jnp.bfloat16),
@@ -382,6 +393,7 @@ TABLE = {
   "grouped_matmul": lambda: (
     dict(rows=zeros(3, 5), matrices=zeros(2, 5, 7), group_sizes=ids(2) + 1),
     [
+      (dict(rows=None), F, "grouped_matmul: rows = None .*an array"),
       (dict(rows=zeros(1, 3, 5)), V, r"rows \(1, 3, 5\), matrices"),
       (
         dict(rows=ids(3, 5), matrices=ids(2, 5, 7)),
@@ -436,6 +448,7 @@ TABLE = {
     dict(routing_map=np.zeros((4, E), bool), probs=zeros(4, E), top_k=K),
     [
       (dict(routing_map=ids(4, E)), F, "routing_map is int32, but bools"),
+      (dict(routing_map=None), F, "routing_map = None .*an array is expected"),
       (dict(routing_map=np.True_), V, "routing_map has no axes"),
       (dict(probs=np.zeros((4, E), bool)), F, "probs is bool, but floats"),
       (dict(probs=zeros(3, E)), V, r"probs has shape \(3, 8\), but \(4, 8\)"),

@@ -86,9 +86,10 @@ class Process:
         self._ran_at = now
     elif self.code is None:
       self.code = self._process.returncode
-      # A killed rank gets an earlier time than ranks that fail because it died.
-      ended_at = self._ran_at if self.code < 0 else now
-      self.ended_at = processes.time_told(self._state, "ending") or ended_at
+      # A rank that was killed or called os._exit told nothing. It gets an
+      # earlier time than ranks that fail because it died.
+      told = processes.time_told(self._state, "ending")
+      self.ended_at = told or self._ran_at
       with contextlib.suppress(OSError):  # the group has no process left
         os.killpg(self._process.pid, signal.SIGKILL)
     return self.code is None

@@ -207,9 +207,17 @@ OF_THE_LAUNCHER = {
     report=rf"(?!.*\| line 1){_FIRST}rank 2 was killed by signal 9; out of mem"
     + r".*rank [01] failed with exit code 1: rank [01] lost" * 2,
   ),
+  "a rank that calls os._exit is named before ranks that exit for this": Job(
+    ["fail_after_death()"] * 2
+    + ["stop_launcher(); note('pid', str(os.getpid())); os._exit(75)"],
+    codes=[1, 1, 75],
+    code=75,
+    report=rf"{_FIRST}rank 2 failed with exit code 75;"
+    + r".*rank [01] failed with exit code 1: rank [01] lost" * 2,
+  ),
   "the rank that began to exit first decides the code": Job(
     [
-      "wait_for('exits'); sys.exit('lost rank 1')",
+      "wait_for('exits'); tell_launcher('ending'); sys.exit('lost rank 1')",
       "tell_launcher('ending'); note('exits'); time.sleep(1); sys.exit(75)",
     ],
     codes=[1, 75],

@@ -27,8 +27,11 @@ def array(what: str, name: str, value: Any) -> jax.Array:
   the upper 32 bits without an error.
 
   Raises:
+    TypeError: the argument is None.
     ValueError: an integer of NumPy or Python does not fit into 32 bits.
   """
+  if value is None:
+    raise arguments.wrong_type(what, name, value, "an array")
   for leaf in jax.tree.leaves(value):
     if isinstance(leaf, jax.Array):
       continue

@@ -88,7 +88,8 @@ def grouped_matmul(
       does not call the native library.
   """
   implementations.check("grouped_matmul", implementation)
-  rows, matrices = jnp.asarray(rows), jnp.asarray(matrices)
+  rows = arrays.array("grouped_matmul", "rows", rows)
+  matrices = arrays.array("grouped_matmul", "matrices", matrices)
   group_sizes = arrays.integers("grouped_matmul", "group_sizes", group_sizes)
   arguments.check(
     (rows.ndim, matrices.ndim, group_sizes.ndim) == (2, 3, 1)

@@ -229,7 +229,8 @@ class MoE:
     op = f'MoE(layer "{self.ep_layer.name}")'
     arguments.flag(op, "pad", pad)
     bias = None if state is None else _bias(op, config, state)
-    x = jnp.asarray(x)
+    x = arrays.array(op, "x", x)
+    arrays.check_kind(op, "x", x, jnp.floating)
     view = View.of(group, op)
     _check_params(op, self, params, x.dtype, view.is_local)
     if placement is not None:
@@ -392,5 +393,5 @@ def _check_dtype(
     raise TypeError(
       f"{op}: params[{name!r}] is {dtype}, but x is {x_dtype}; convert one,"
       " or name the dtype in which they are multiplied, such as"
-      f" MoEConfig(dtype=jnp.{x_dtype})."
+      " MoEConfig(dtype=jnp.float32)."
     )

@@ -161,11 +161,13 @@ def moe_layer(
   arguments.flag(op, "pad", pad)
   given = _given(op, experts, params, w_up=w_up, w_down=w_down, w_gate=w_gate)
   network = Experts(activation, network=experts, implementation=implementation)
+  tokens = arrays.array(op, "tokens", tokens)
   topk_idx = arrays.array(op, "topk_idx", topk_idx)
-  routed = (jnp.asarray(tokens), topk_idx, jnp.asarray(topk_weights))
+  topk_weights = arrays.array(op, "topk_weights", topk_weights)
+  routed = tokens, topk_idx, topk_weights
   view = View.of(layer.group, op)
   check = _check_matrices if experts is None else _check_params
-  check(view, routed[0], given)
+  check(view, tokens, given)
   run = functools.partial(_run, layer, network, view)
   once = batching.padded(view, "tokens", [0, -1, 0], run)
 

@@ -390,7 +390,7 @@ def topk_from_map(
   """
   op = "topk_from_map"
   top_k = arguments.integer(op, "top_k", top_k)
-  routing_map = jnp.asarray(routing_map)
+  routing_map = arrays.array(op, "routing_map", routing_map)
   shape = routing_map.shape
   arguments.check(
     len(shape) > 0, op, "routing_map has no axes, but [..., E] is expected."

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import compat
+from ep._src.base import arrays, compat
 from ep._src.base.compat import ad
 from ep._src.base.group import Sizes
 from ep._src.ops import primitives
@@ -65,7 +65,7 @@ def ep_combine(
   """
   view, sizes = opened("ep_combine", handle)
   op, lead = view.op, (*view.ranks, sizes.C)
-  expert_out = jnp.asarray(expert_out)
+  expert_out = arrays.array(op, "expert_out", expert_out)
   check_rows(op, "expert_out", expert_out, sizes)
   if expert_out.shape[:-1] != lead:
     raise ValueError(

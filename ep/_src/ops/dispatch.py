@@ -109,7 +109,8 @@ def ep_dispatch(
   """
   view, sizes = opened("ep_dispatch", handle)
   op = view.op
-  tokens, topk_weights = jnp.asarray(tokens), jnp.asarray(topk_weights)
+  tokens = arrays.array(op, "tokens", tokens)
+  topk_weights = arrays.array(op, "topk_weights", topk_weights)
   given = dict(tokens=tokens, topk_weights=topk_weights)
   if scales is not None:
     given["scales"] = scales = jnp.asarray(scales)
