@@ -5,6 +5,7 @@ Calls outside `jax.jit` compile each program once and keep no group open.
 """
 
 import contextlib
+import types
 import weakref
 
 import jax
@@ -58,11 +59,15 @@ def moe(array=np.asarray, topk_idx=None):
 def test_arrays_of_numpy_and_lists():
   """Ops take any array or list that `jnp.asarray` takes."""
 
+  def variable(array):  # like a variable of Keras
+    x = jnp.array(array)
+    return types.SimpleNamespace(__jax_array__=lambda: x, __array__=x.__array__)
+
   def call():
     handle = prepare(IDS.tolist())
     rows, _ = ep.ep_dispatch(handle, zeros(N, H).tolist(), WEIGHTS.tolist())
     out = ep.ep_combine(handle, np.zeros(rows.shape, np.float32).tolist())
-    return out, moe(array=np.ndarray.tolist)
+    return out, moe(array=np.ndarray.tolist), moe(array=variable)
 
   for out in jax.eval_shape(call):
     assert (out.shape, out.dtype) == ((N, H), jnp.float32)

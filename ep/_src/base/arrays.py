@@ -33,7 +33,7 @@ def array(what: str, name: str, value: Any) -> jax.Array:
   if value is None:
     raise arguments.wrong_type(what, name, value, "an array")
   for leaf in jax.tree.leaves(value):
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__"):
       continue
     if not isinstance(leaf, int) and np.asarray(leaf).dtype.kind not in "iu":
       continue
