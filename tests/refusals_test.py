@@ -413,6 +413,7 @@ TABLE = {
   "route_topk": lambda: (
     dict(logits=zeros(3, E), top_k=2),
     [
+      (dict(logits=None), F, "route_topk: logits = None .*an array"),
       (dict(logits=ids(3, E)), F, "logits is int32, but floats"),
       (dict(top_k=E + 1), V, "top_k = 9, but it must be in 1..num_exp.* = 8"),
       (dict(top_k=2.0), F, "top_k = 2.0 is a float"),
@@ -459,6 +460,7 @@ TABLE = {
   "load_balancing_loss": lambda: (
     dict(logits=zeros(2, 4, E), topk_idx=ids(2, 4, K)),
     [
+      (dict(logits=None), F, "logits = None .*an array is expected"),
       (dict(logits=ids(2, 4, E)), F, "logits is int32, but floats"),
       (dict(topk_idx=ids(2, 3, K)), V, r"topk_idx has shape \(2, 3, 3\)"),
       (dict(score="relu"), V, "load_balancing_loss: score = 'relu'"),
@@ -468,6 +470,7 @@ TABLE = {
   "sequence_balancing_loss": lambda: (
     dict(logits=zeros(2, 4, E), topk_idx=ids(2, 4, K)),
     [
+      (dict(logits=None), F, "logits = None .*an array is expected"),
       (dict(logits=zeros(E), topk_idx=ids(K)), V, r"logits have shape \(8,\)"),
       (dict(topk_idx=ids(2, 3, K)), V, r"topk_idx has shape \(2, 3, 3\)"),
       (dict(score="relu"), V, "sequence_balancing_loss: score = 'relu'"),
@@ -477,6 +480,7 @@ TABLE = {
   "router_z_loss": lambda: (
     dict(logits=zeros(2, E)),
     [
+      (dict(logits=None), F, "router_z_loss: logits = None .*an array"),
       (dict(logits=ids(2, E)), F, "router_z_loss: logits is int32, but"),
       (dict(mask=zeros(2)), F, "router_z_loss: mask is float32"),
     ],

@@ -80,7 +80,8 @@ def load_balancing_loss(
     ValueError: `score` or a shape is invalid.
     TypeError: the logits are no floats, or the mask has no bools.
   """
-  topk_idx = _checked("load_balancing_loss", logits, topk_idx, score, mask)
+  op = "load_balancing_loss"
+  logits, topk_idx = _checked(op, logits, topk_idx, score, mask)
   terms = _balance(logits, topk_idx, score, mask, "batch")
   return terms.over(axis_name, psum)
 
@@ -114,13 +115,13 @@ def sequence_balancing_loss(
     ValueError, TypeError: as in `load_balancing_loss`.
   """
   op = "sequence_balancing_loss"
+  logits, topk_idx = _checked(op, logits, topk_idx, score, mask)
   arguments.check(
     logits.ndim >= 2,
     op,
     f"logits have shape {logits.shape}; the last two axes must be the tokens "
     "of a sequence and the experts.",
   )
-  topk_idx = _checked(op, logits, topk_idx, score, mask)
   terms = _balance(logits, topk_idx, score, mask, "sequence")
   return terms.over(axis_name, psum)
 
@@ -147,7 +148,7 @@ def router_z_loss(
   Raises:
     ValueError, TypeError: as in `load_balancing_loss`.
   """
-  router.check_logits("router_z_loss", logits, mask)
+  logits = router.checked_logits("router_z_loss", logits, mask)
   return _logit_size(logits, mask).over(axis_name, psum)
 
 
@@ -157,10 +158,10 @@ def _checked(
   topk_idx: jax.Array,
   score: router.Score,
   mask: jax.Array | None,
-) -> jax.Array:
-  """Returns `topk_idx` as int32; raises unless a loss's arguments fit."""
+) -> tuple[jax.Array, jax.Array]:
+  """Returns logits and int32 ids; raises unless a loss's arguments fit."""
   router.check_score(op, "score", score)
-  router.check_logits(op, logits, mask)
+  logits = router.checked_logits(op, logits, mask)
   topk_idx = arrays.integers(op, "topk_idx", topk_idx)
   arguments.check(
     topk_idx.shape[:-1] == logits.shape[:-1],
@@ -168,7 +169,7 @@ def _checked(
     f"topk_idx has shape {topk_idx.shape}, but logits {logits.shape}; they "
     "must have the same tokens.",
   )
-  return topk_idx
+  return logits, topk_idx
 
 
 def _balance(

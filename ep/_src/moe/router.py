@@ -181,6 +181,7 @@ def route_topk(
   """
   op = "route_topk"
   top_k = arguments.integer(op, "top_k", top_k)
+  logits = checked_logits(op, logits, mask)
   *lead, num_experts = logits.shape
   check_score(op, "score", score)
   arguments.flag(op, "normalize", normalize)
@@ -196,7 +197,6 @@ def route_topk(
   )
   rule.check(op, num_experts)
   ids = rule.check_call(op, num_experts, (*lead,), forced_idx, captured_idx)
-  check_logits(op, logits, mask)
   return choose(rule, logits, bias, mask, *ids)
 
 
@@ -256,10 +256,14 @@ def _weights(rule: Rule, chosen: jax.Array) -> jax.Array:
   return weights
 
 
-def check_logits(op: str, logits: jax.Array, mask: jax.Array | None) -> None:
-  """Raises unless the logits are floats, and the mask has a bool per token."""
+def checked_logits(
+  op: str, logits: jax.Array, mask: jax.Array | None
+) -> jax.Array:
+  """Returns logits; raises unless they are floats, and a mask fits them."""
+  logits = arrays.array(op, "logits", logits)
   arrays.check_kind(op, "logits", logits, jnp.floating)
   arrays.shaped(op, "mask", mask, logits.shape[:-1], jnp.bool_)
+  return logits
 
 
 def masked_float32(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -395,7 +399,7 @@ def topk_from_map(
   arguments.check(
     len(shape) > 0, op, "routing_map has no axes, but [..., E] is expected."
   )
-  routing_map = arrays.shaped(op, "routing_map", routing_map, shape, jnp.bool_)
+  arrays.check_kind(op, "routing_map", routing_map, jnp.bool_)
   probs = arrays.shaped(op, "probs", probs, shape, jnp.floating)
   rule = Rule(top_k, "softmax", False, 1.0, 1, 1, 1)
   rule.check(op, shape[-1])
