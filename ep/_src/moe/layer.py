@@ -393,5 +393,5 @@ def _check_dtype(
     raise TypeError(
       f"{op}: params[{name!r}] is {dtype}, but x is {x_dtype}; convert one,"
       " or name the dtype in which they are multiplied, such as"
-      " MoEConfig(dtype=jnp.float32)."
+      " MoEConfig(dtype=jnp.bfloat16)."
     )
