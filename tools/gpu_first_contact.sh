@@ -88,7 +88,7 @@ all_tests() {
   "$PYTHON" tools/gpu_first_contact.py tests |
     xargs -P 4 -I FILE sh -c '"$@" -m pytest -q -p no:cacheprovider FILE \
       >"$0/$(basename FILE .py).log" 2>&1; echo "FILE $?"' \
-      "$LOGS/tests" $(TIMEOUT=120 ranks 4) | tee "$LOGS/tests/summary.txt"
+      "$LOGS/tests" $(TIMEOUT=450 ranks 4) | tee "$LOGS/tests/summary.txt"
   ! grep -vq ' 0$' "$LOGS/tests/summary.txt"
 }
 
